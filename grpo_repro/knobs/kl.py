@@ -1,0 +1,67 @@
+"""⑤ The KL penalty to the reference policy. β is inside.
+
+    kl(now, b) -> kl_NT        β · estimate a token; in the loss it is subtracted from the gain, in the reward from r
+
+With d = log π_ref − log π_θ: k1 = −d, k2 = d²/2, k3 = e^d − d − 1 (Schulman, joschu.net/blog/kl-approx.html). All three estimate
+KL(π_θ‖π_ref) in *value*; as a loss their *gradients* differ (CLAIMS A2). d is bounded by ±20 before exp.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grpo_repro.types import Forward, Minibatch, NonNegative, variant
+
+BOUND = 20.0
+
+
+def none(now: Forward, b: Minibatch) -> Tensor:
+    r"""No KL: β = 0.
+
+    $$0$$
+
+    Source: DAPO (2503.14476), GSPO practice. Fixes: the policy may go far. Costs: nothing holds it.
+    """
+    return torch.zeros_like(now.logp_NT)
+
+
+@variant(needs=("ref",), zero_gradient_in_loss=True)
+def k1(now: Forward, b: Minibatch, *, beta: NonNegative) -> Tensor:
+    r"""The log-ratio itself.
+
+    $$\beta\,\big(\log\pi_\theta - \log\pi_{ref}\big)$$
+
+    Source: RLHF practice, in the reward. In the reward its gradient is ∇KL(π_θ‖π_ref) exactly; in the loss its expected gradient is 0.
+    Fixes: unbiased value. Costs: negative at times, the largest variance.
+    """
+    return -beta * _d(now, b)
+
+
+@variant(needs=("ref",))
+def k2(now: Forward, b: Minibatch, *, beta: NonNegative) -> Tensor:
+    r"""Half the squared log-ratio.
+
+    $$\frac\beta2\,\big(\log\pi_\theta - \log\pi_{ref}\big)^2$$
+
+    Source: Schulman 2020. In the loss its gradient is ∇KL(π_θ‖π_ref) exactly (2510.01555).
+    Fixes: the right gradient in the loss. Costs: biased value.
+    """
+    return beta * 0.5 * _d(now, b) ** 2
+
+
+@variant(needs=("ref",), forward_gradient_in_loss=True)
+def k3(now: Forward, b: Minibatch, *, beta: NonNegative) -> Tensor:
+    r"""GRPO's estimator: never negative, unbiased in value.
+
+    $$\beta\,\Big(\frac{\pi_{ref}}{\pi_\theta} - 1 - \log\frac{\pi_{ref}}{\pi_\theta}\Big)$$
+
+    Source: DeepSeekMath (2402.03300), Eq. 4. In the loss its expected gradient is that of the *forward* KL(π_ref‖π_θ).
+    Fixes: low variance, never negative. Costs: another gradient than the KL it names; unbounded where π_θ ≪ π_ref.
+    """
+    d_NT = _d(now, b)
+    return beta * (torch.expm1(d_NT) - d_NT)
+
+
+def _d(now: Forward, b: Minibatch) -> Tensor:
+    return (b.ref_NT - now.logp_NT).clamp(-BOUND, BOUND)  # type: ignore[operator]

@@ -1,0 +1,212 @@
+"""Log-probabilities of given responses under a model: teacher forcing, in fp32, at the sampling temperature.
+
+Only hidden states that predict a live token meet the head, and over a large vocabulary they meet it in chunks, so the memory
+follows the chunk and not the tokens. Masked positions are exactly 0 in value and gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from grpo_repro.types import Forward, Rollout
+
+SMALL_VOCABULARY = 4096  # up to here all logits are kept for the backward pass: faster, and twice differentiable
+# Their logits are lm_head(hidden), nothing more. Others (soft caps, logit scales) go through their own forward.
+PLAIN_HEADS = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "gpt2", "olmo2", "phi3")
+
+
+def forward(
+    model: PreTrainedModel,
+    rollout: Rollout,
+    temperature: float,
+    *,
+    entropy: bool = False,
+    exact_ref: Tensor | None = None,
+    chunk: int = 1024,
+) -> Forward:
+    """log π(token | prefix) of every response token, [N, T] fp32 with gradient, 0 outside the mask.
+
+    entropy: also −Σ π log π in nats, detached. exact_ref: log π_ref [N, T, V] from `log_distributions`, for KL(π‖π_ref) summed
+    over the vocabulary, with gradient. chunk: tokens whose logits exist at a time, over a large vocabulary. The temperature
+    divides the logits first, as in the sampler; 0 (greedy) counts as 1.
+    """
+    r = trim(rollout)
+    extra = rollout.mask_NT.shape[1] - r.mask_NT.shape[1]
+
+    def place(x_M: Tensor) -> Tensor:
+        zeros_NT = x_M.new_zeros(r.mask_NT.shape)
+        return F.pad(zeros_NT.masked_scatter(r.mask_NT, x_M), (0, extra))
+
+    token_M = r.response_NT[r.mask_NT]
+    head = model.get_output_embeddings()
+    if model.config.model_type in PLAIN_HEADS and head.weight.shape[0] > SMALL_VOCABULARY and exact_ref is None:
+        hidden_MD = _hidden(model, r)
+        logp_M, entropy_M = _ChunkedHead.apply(hidden_MD, head.weight, head.bias, token_M, temperature or 1.0, chunk, entropy)
+        return Forward(place(logp_M), place(entropy_M) if entropy else None)
+    logp_MV = torch.log_softmax(_logits(model, r) / (temperature or 1.0), -1)
+    logp_NT = place(logp_MV.gather(-1, token_M[:, None])[:, 0])
+    kl_NT = None if exact_ref is None else place(_kl(logp_MV, exact_ref[:, : r.mask_NT.shape[1]][r.mask_NT]))
+    return Forward(logp_NT, place(_entropy(logp_MV.detach())) if entropy else None, kl_NT)
+
+
+@torch.no_grad()
+def log_distributions(model: PreTrainedModel, rollout: Rollout, temperature: float) -> Tensor:
+    """log π(· | prefix) over the whole vocabulary, [N, T, V] fp32, 0 outside the mask: for small vocabularies."""
+    r = trim(rollout)
+    logq_MV = torch.log_softmax(_logits(model, r) / (temperature or 1.0), -1)
+    logq_NTV = logq_MV.new_zeros(*rollout.mask_NT.shape, logq_MV.shape[-1])
+    logq_NTV[rollout.mask_NT] = logq_MV
+    return logq_NTV
+
+
+def exact_kl(logp_NTV: Tensor, logq_NTV: Tensor, mask_NT: Tensor) -> Tensor:
+    """KL(p‖q) [N, T] summed over the vocabulary; 0 outside the mask in value and gradient, whatever is there."""
+    hidden_NT1 = ~mask_NT[..., None]
+    return _kl(logp_NTV.masked_fill(hidden_NT1, 0.0), logq_NTV.masked_fill(hidden_NT1, 0.0)).masked_fill(~mask_NT, 0.0)
+
+
+def logprobs_from_logits(logits_NTV: Tensor, token_NT: Tensor, mask_NT: Tensor, temperature: float) -> Tensor:
+    """log softmax(logits / temperature) at the tokens, [N, T] in fp32 or better.
+
+    Masked logits are filled *before* the softmax: NaN or infinities there reach neither the value nor the gradient.
+    """
+    scaled_NTV = _upcast(logits_NTV.masked_fill(~mask_NT[..., None], 0.0)) / (temperature or 1.0)
+    token_NT1 = token_NT.masked_fill(~mask_NT, 0)[..., None]
+    return torch.log_softmax(scaled_NTV, -1).gather(-1, token_NT1)[..., 0].masked_fill(~mask_NT, 0.0)
+
+
+def micro_batches(lengths: Rollout | Tensor, token_budget: int) -> list[Tensor]:
+    """Row indices of micro-batches, each with rows × padded width ≤ token_budget, rows of similar length together.
+
+    `lengths` is a Rollout (the width is then the longest prompt plus the longest response of the micro-batch) or total lengths
+    [N]. A row longer than the budget gets a micro-batch of its own: nothing smaller exists. Deterministic.
+    """
+    if isinstance(lengths, Rollout):
+        parts = torch.stack([lengths.prompt_length_N, lengths.length_N], -1).cpu()
+        device = lengths.length_N.device
+    else:
+        parts, device = lengths[:, None].cpu(), lengths.device
+    order = torch.argsort(parts.sum(-1), stable=True).tolist()
+    batches: list[list[int]] = []
+    width = torch.zeros_like(parts[:1]).sum(0)
+    for row in order:
+        wider = torch.maximum(width, parts[row])
+        if batches and (len(batches[-1]) + 1) * int(wider.sum()) <= token_budget:
+            batches[-1].append(row)
+            width = wider
+        else:
+            batches.append([row])
+            width = parts[row]
+    return [torch.tensor(batch, device=device) for batch in batches]
+
+
+def trim(rollout: Rollout) -> Rollout:
+    """Without the columns that are padding in every row: prompts on the left, responses on the right."""
+    if len(rollout.length_N) == 0:
+        return rollout
+    P, T = int(rollout.prompt_length_N.max()), int(rollout.length_N.max())
+    cut = {name: getattr(rollout, name)[:, :T] for name in ("response_NT", "mask_NT", "sampler_NT")}
+    return replace(rollout, prompt_NP=rollout.prompt_NP[:, rollout.prompt_NP.shape[1] - P :], **cut)
+
+
+def _inputs(r: Rollout) -> dict[str, Any]:
+    """Prompt and response with the attention mask and positions of a left- and right-padded batch."""
+    P, T = r.prompt_NP.shape[1], r.response_NT.shape[1]
+    slot_S = torch.arange(P + T, device=r.prompt_NP.device)
+    pad_N1 = P - r.prompt_length_N[:, None]
+    present_NS = (slot_S >= pad_N1) & (slot_S < P + r.length_N[:, None])
+    return {
+        "input_ids": torch.cat([r.prompt_NP, r.response_NT], 1),
+        "attention_mask": present_NS.long(),
+        "position_ids": (slot_S - pad_N1).clamp(min=0),
+        "use_cache": False,
+    }
+
+
+def _hidden(model: PreTrainedModel, r: Rollout) -> Tensor:
+    """The states that predict live tokens, [M, D]: the state at slot P − 1 + t predicts response token t."""
+    P, T = r.prompt_NP.shape[1], r.response_NT.shape[1]
+    states_NSD = model.base_model(**_inputs(r)).last_hidden_state
+    return states_NSD[:, P - 1 : P + T - 1][r.mask_NT]
+
+
+def _logits(model: PreTrainedModel, r: Rollout) -> Tensor:
+    """The logits that predict live tokens, [M, V], in fp32 or better."""
+    if model.config.model_type in PLAIN_HEADS:
+        return _upcast(model.get_output_embeddings()(_hidden(model, r)))
+    P, T = r.prompt_NP.shape[1], r.response_NT.shape[1]
+    return _upcast(model(**_inputs(r)).logits[:, P - 1 : P + T - 1][r.mask_NT])
+
+
+def _upcast(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _kl(logp_V: Tensor, logq_V: Tensor) -> Tensor:
+    """Σ p (log p − log q) over the last dimension; a token with p = 0 contributes 0."""
+    p_V = logp_V.exp()
+    return (p_V * (logp_V - logq_V).masked_fill(p_V == 0, 0.0)).sum(-1)
+
+
+def _entropy(logp_V: Tensor) -> Tensor:
+    return -(logp_V.exp() * logp_V.clamp(min=torch.finfo(logp_V.dtype).min)).sum(-1)
+
+
+class _ChunkedHead(torch.autograd.Function):
+    """log softmax(x Wᵀ + b)/T at given tokens, in chunks of rows; the backward pass computes the logits again.
+
+    ∂logp/∂logits = (onehot − softmax)/T. Once differentiable. The products run in the model's (or autocast's) dtype.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x_MD: Tensor, W_VD: Tensor, b_V: Tensor | None, token_M: Tensor, temperature: float, chunk: int, entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        device = x_MD.device.type
+        ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_MD.dtype
+        ctx.temperature, ctx.chunk, ctx.device = temperature, chunk, device
+        ctx.save_for_backward(x_MD, W_VD, b_V, token_M)
+        logp_M = x_MD.new_empty(len(x_MD), dtype=torch.promote_types(x_MD.dtype, torch.float32))
+        entropy_M = torch.zeros_like(logp_M)
+        W, b = W_VD.to(ctx.dtype), None if b_V is None else b_V.to(ctx.dtype)
+        with torch.autocast(device, enabled=False):
+            for rows in (slice(i, i + chunk) for i in range(0, len(x_MD), chunk)):
+                logp_KV = torch.log_softmax(_upcast(F.linear(x_MD[rows].to(ctx.dtype), W, b)) / temperature, -1)
+                logp_M[rows] = logp_KV.gather(-1, token_M[rows, None])[:, 0]
+                if entropy:
+                    entropy_M[rows] = _entropy(logp_KV)
+        ctx.mark_non_differentiable(entropy_M)
+        return logp_M, entropy_M
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_M: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x_MD, W_VD, b_V, token_M = ctx.saved_tensors
+        want_x, want_W, want_b = ctx.needs_input_grad[:3]
+        W, b = W_VD.to(ctx.dtype), None if b_V is None else b_V.to(ctx.dtype)
+        dx_MD = torch.zeros_like(x_MD) if want_x else None
+        wide = torch.promote_types(W_VD.dtype, torch.float32)  # sums over chunks must not round to bf16
+        dW_VD = torch.zeros_like(W_VD, dtype=wide) if want_W else None
+        db_V = torch.zeros_like(b_V, dtype=wide) if want_b else None
+        with torch.autocast(ctx.device, enabled=False):
+            for rows in (slice(i, i + ctx.chunk) for i in range(0, len(x_MD), ctx.chunk)):
+                x_KD = x_MD[rows].to(ctx.dtype)
+                g_KV = torch.softmax(_upcast(F.linear(x_KD, W, b)) / ctx.temperature, -1).neg_()
+                g_KV.scatter_add_(-1, token_M[rows, None], torch.ones_like(g_KV[:, :1]))
+                g_KV *= grad_M[rows, None] / ctx.temperature
+                if db_V is not None:
+                    db_V += g_KV.sum(0)
+                g_KV = g_KV.to(ctx.dtype)
+                if dx_MD is not None:
+                    dx_MD[rows] = (g_KV @ W).to(x_MD.dtype)
+                if dW_VD is not None:
+                    dW_VD += g_KV.t() @ x_KD
+        dW = None if dW_VD is None else dW_VD.to(W_VD.dtype)
+        db = None if db_V is None else db_V.to(b_V.dtype)
+        return dx_MD, dW, db, None, None, None, None

@@ -1,0 +1,84 @@
+"""A policy on a whole rollout, without gradient: what it makes of the tokens that were drawn, and how it does in the exam."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo_repro.config import Run
+from grpo_repro.judge import judge
+from grpo_repro.logprobs import forward, log_distributions, micro_batches, trim
+from grpo_repro.policy import Policy
+from grpo_repro.rollout import sample
+from grpo_repro.tasks import Task
+from grpo_repro.types import Rollout
+
+WHOLE_VOCABULARY = 1024  # up to this many symbols a distribution is kept whole, and KL is exact
+EXAM = -1  # the exam's step index: it always sees the same random numbers, so two exams differ by the policy alone
+
+
+@dataclass(frozen=True)
+class Measured:
+    logp_NT: Tensor
+    entropy_NT: Tensor
+    logq_NTV: Tensor | None  # the whole distributions, where the vocabulary is small
+
+
+def measure(model: torch.nn.Module, rollout: Rollout, run: Run, vocab: int) -> Measured:
+    """Log-probs and entropy (nats) of every live token, at the run's temperature; 0 at masked positions."""
+    whole = vocab <= WHOLE_VOCABULARY
+    n, t = rollout.response_NT.shape
+    logp_NT = torch.zeros(n, t, device=rollout.response_NT.device)
+    entropy_NT = torch.zeros_like(logp_NT)
+    logq_NTV = torch.zeros(n, t, vocab, device=logp_NT.device) if whole else None
+    with torch.no_grad():
+        for rows_K in micro_batches(rollout, run.machine.token_budget):
+            part = trim(rollout.rows(rows_K))
+            width = part.response_NT.shape[1]
+            if logq_NTV is not None:
+                logq_KTV = log_distributions(model, part, run.rollout.temperature)
+                logq_NTV[rows_K, :width] = logq_KTV
+                logp_KT = logq_KTV.gather(-1, part.response_NT.unsqueeze(-1)).squeeze(-1)
+                entropy_KT = -(logq_KTV.exp() * logq_KTV).sum(-1)
+                logp_NT[rows_K, :width] = logp_KT.masked_fill(~part.mask_NT, 0.0)
+                entropy_NT[rows_K, :width] = entropy_KT.masked_fill(~part.mask_NT, 0.0)
+            else:
+                now = forward(model, part, run.rollout.temperature, entropy=True)
+                logp_NT[rows_K, :width] = now.logp_NT
+                if now.entropy_NT is not None:
+                    entropy_NT[rows_K, :width] = now.entropy_NT
+    return Measured(logp_NT, entropy_NT, logq_NTV)
+
+
+def kl_between(of: Measured, to: Measured) -> Tensor | None:
+    """Exact KL(of‖to) a token, where the distributions were kept."""
+    if of.logq_NTV is None or to.logq_NTV is None:
+        return None
+    return (of.logq_NTV.exp() * (of.logq_NTV - to.logq_NTV)).sum(-1)
+
+
+def exam(policy: Policy, task: Task, run: Run) -> dict[str, float]:
+    """heldout/accuracy: share of held-out prompts answered right, one response each at the sampling temperature;
+    heldout/accuracy/<level> the same a bucket; heldout/length in tokens. Always the same prompts and random numbers."""
+    prompts = task.exam(run.scale.eval_prompts)
+    if not prompts:
+        return {}
+    rollout = sample(
+        policy,
+        prompts,
+        1,
+        limit=run.rollout.limit or task.limit,
+        temperature=run.rollout.temperature,
+        seed=run.seed,
+        step=EXAM,
+        engine=run.machine.engine,
+        batch_rows=run.machine.batch_rows,
+    )
+    correct = judge(lambda prompt, response: response.correct, rollout, task, policy, run.seed, EXAM).correct_N
+    row = {"heldout/accuracy": float(correct.mean()), "heldout/length": float(rollout.length_N.float().mean())}
+    for level in sorted({p.level for p in prompts}):
+        of_level = torch.tensor([p.level == level for p in prompts], device=correct.device)
+        row[f"heldout/accuracy/{level}"] = float(correct[of_level].mean())
+    return row

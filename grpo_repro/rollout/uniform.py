@@ -1,0 +1,70 @@
+"""Random numbers that are indexed, not drawn: u(seed, stream, step, prompt, sample, token).
+
+A number depends on nothing but its index, so two arms of an ablation see the same chance at the same place whatever was dropped,
+batched or sampled before, and a resumed run needs no generator state. The hash chains SplitMix64's finaliser over the index.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# What a number is for. Two purposes never share a stream.
+TOKENS, REWARD, DATA, SAMPLING, NOISE, ORDER = range(6)
+
+GAMMA = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd
+MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+
+Index = int | Tensor
+
+
+def uniform(seed: Index, stream: Index, step: Index, prompt: Index, sample: Index, token: Index) -> Tensor:
+    """Uniform numbers in [0, 1), float64, a multiple of 2^-53; the indices are ints or int64 tensors and broadcast.
+
+    Source: Steele, Lea and Flood 2014 (SplitMix64), absorbing one index a round: h ← mix((h ⊕ index) + γ).
+    Equal on CPU and CUDA, as it is integer arithmetic.
+    """
+    h = _int64(0)
+    for index in (seed, stream, step, prompt, sample, token):
+        h = _mix((h ^ _int64(index)) + _signed(GAMMA))
+    return _shift(h, 11).double() * 2.0**-53
+
+
+def draw(logits_NV: Tensor, u_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Sample one token a row by inverting the distribution function at u; returns token_N (int64) and its log-prob_N (float32).
+
+    The log-prob is that of softmax(logits / temperature), in fp32 at least. Temperature 0 is argmax, without a division; its
+    log-prob is recorded at temperature 1. A row with a NaN or +inf logit yields a NaN log-prob, for the caller to refuse.
+    """
+    scaled_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
+    if temperature not in (0.0, 1.0):
+        scaled_NV = scaled_NV / temperature
+    logp_NV = torch.log_softmax(scaled_NV, -1)
+    if temperature == 0.0:
+        token_N1 = logp_NV.argmax(-1, keepdim=True)
+    else:
+        cdf_NV = logp_NV.exp().cumsum(-1, dtype=torch.float64)  # fp64: a fp32 sum loses every token rarer than 6e-8
+        # the sum is 1 only up to rounding; u < 1, so u·sum < sum and the search ends at a token of positive probability
+        target_N1 = u_N[:, None] * cdf_NV[:, -1:]
+        token_N1 = torch.searchsorted(cdf_NV, target_N1, right=True).clamp(max=logits_NV.shape[-1] - 1)  # clamp: NaN rows
+    return token_N1[:, 0], logp_NV.gather(-1, token_N1)[:, 0].float()
+
+
+def _int64(index: Index) -> Tensor:
+    return index if isinstance(index, Tensor) else torch.tensor(_signed(index & (2**64 - 1)))
+
+
+def _signed(word: int) -> int:
+    """The int64 with the same bits as the unsigned 64-bit word."""
+    return word - 2**64 if word >= 2**63 else word
+
+
+def _shift(h: Tensor, bits: int) -> Tensor:
+    """Logical right shift; torch's is arithmetic."""
+    return (h >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(h: Tensor) -> Tensor:
+    for bits, factor in MIX:
+        h = (h ^ _shift(h, bits)) * _signed(factor)
+    return h ^ _shift(h, 31)

@@ -1,0 +1,129 @@
+"""One run in a folder of its own: config, provenance, metrics as they come, and the trained policy.
+
+results/runs/<name>/seed<k>/     config.yaml · provenance.json · metrics.jsonl (a line a step, flushed) · policy/ (at the end)
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_repro import paths, record, trackers
+from grpo_repro.config import Run
+from grpo_repro.grid import exclusive
+from grpo_repro.progress import Progress, quiet_libraries
+from grpo_repro.record import Row
+from grpo_repro.types import UserError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    path: Path
+
+    @classmethod
+    def of(cls, run: Run, out: Path | None = None) -> RunFolder:
+        return cls(out.resolve() if out else paths.results() / "runs" / run.name / f"seed{run.seed}")
+
+    @property
+    def policy(self) -> Path:
+        return self.path / "policy"
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """What the folder says of itself; empty where it holds no run. Raises UserError where it holds something else."""
+        try:
+            return dict(json.loads((self.path / "provenance.json").read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            if self.path.is_dir() and any(self.path.iterdir()):
+                raise UserError(f"{paths.shown(self.path)} is not a run's folder: give another with --out.") from None
+            return {}
+        except (OSError, ValueError):
+            raise UserError(f"{paths.shown(self.path)}: provenance.json cannot be read: give another --out.") from None
+
+    def finished(self, run: Run, force: bool) -> bool:
+        """Whether this very run is already here. Raises UserError where another run is, unless forced to replace it."""
+        if not (old := self.provenance) or force:
+            return False
+        if old["key"] != run.key():
+            raise UserError(
+                f"{paths.shown(self.path)} holds another run (key {old['key']}, this one has {run.key()}): give this one another "
+                "name, or a folder with --out, or replace the old one with --force."
+            )
+        return bool(old.get("finished"))
+
+    def clear(self) -> None:
+        for name in ("metrics.jsonl", "config.yaml", "provenance.json"):
+            (self.path / name).unlink(missing_ok=True)
+        shutil.rmtree(self.policy, ignore_errors=True)
+
+    def rows(self) -> list[dict[str, float]]:
+        lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [{k: float("nan") if v is None else v for k, v in json.loads(line).items()} for line in lines]
+
+
+def train_one(run: Run, out: Path | None = None, force: bool = False) -> tuple[RunFolder, bool]:
+    """Train one run into its folder; (folder, False) where it was already there.
+
+    Raises UserError, and leaves the folder as it is, where it holds another run. A stopped run leaves its metrics, unfinished.
+    """
+    folder = RunFolder.of(run, out)
+    paths.writable(folder.path.parent)
+    if folder.finished(run, force):
+        return folder, False
+    with ExitStack() as stack:
+        stack.enter_context(exclusive(paths.writable(folder.path)))
+        told = {"key": run.key(), "finished": False, **record.provenance()}
+        listeners = [stack.enter_context(t) for t in trackers.opened(run, folder.path)]
+        folder.clear()
+        paths.write(folder.path / "config.yaml", yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False))
+        paths.write(folder.path / "provenance.json", json.dumps(told, indent=1))
+        began = time.perf_counter()
+        metrics = stack.enter_context((folder.path / "metrics.jsonl").open("w", encoding="utf-8"))
+        for row in _rows(run, folder):
+            metrics.write(json.dumps({k: record.kept(v) for k, v in row.items()}) + "\n")
+            metrics.flush()
+            for listener in listeners:
+                listener.log(row, int(row["step"]))
+        seconds = round(time.perf_counter() - began, 2)
+        told |= {"finished": True, "seconds": seconds, "device": record.device(run.machine.device), "threads": _threads()}
+        paths.write(folder.path / "provenance.json", json.dumps(told, indent=1))
+    return folder, True
+
+
+def _rows(run: Run, folder: RunFolder) -> Iterator[Row]:
+    from grpo_repro import policy as policies
+    from grpo_repro import start, train
+
+    quiet_libraries()
+    bar = Progress(run.name, run.scale.steps)
+    try:
+        bar.say(text="loading the policy and its task")
+        policy, task = start.load(run, paths.cache())
+        for row in train.train(run, policy, task):
+            bar.advance(run.name, int(row["step"]), run.scale.steps)
+            bar.say(text=headline(row))
+            yield row
+        policies.save(policy, folder.policy)
+    finally:
+        bar.close()
+
+
+def headline(row: Row) -> str:
+    """The few numbers that one watches."""
+    watched = {"reward": "reward", "accuracy": "accuracy", "heldout/accuracy": "held-out", "entropy": "entropy"}
+    numbers = [f"{label} {row[name]:.3f}" for name, label in watched.items() if name in row]
+    return ", ".join([f"step {int(row['step'])}", *numbers])
+
+
+def _threads() -> int:
+    import torch
+
+    return torch.get_num_threads()

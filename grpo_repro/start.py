@@ -1,0 +1,44 @@
+"""Where a run starts: its device, its task, its policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from grpo_repro import policy as policies
+from grpo_repro import tasks, warmstart
+from grpo_repro.config import Run
+from grpo_repro.policy import Policy
+from grpo_repro.tasks import Task, pairs
+from grpo_repro.types import UserError
+
+
+def load(run: Run, cache: Path) -> tuple[Policy, Task]:
+    """The policy and the task of a run; warm starts and converted weights are kept under `cache`."""
+    if run.machine.threads:
+        torch.set_num_threads(run.machine.threads)
+    device = _device(run.machine.device)
+    build = tasks.bound(run.task)
+    chosen = run.policy
+    if chosen.name == "tiny":
+        task = build(policies.tiny(pairs.SYMBOLS).encode_chat)
+        return warmstart.start(task, chosen.start, chosen.warm_steps, run.seed, cache, device), task
+    dtype = getattr(torch, chosen.dtype)
+    if chosen.name == "smollm2":
+        policy = policies.smollm2(cache, device, dtype)
+    else:
+        policy = policies.pretrained(chosen.name, device, dtype, trust_remote_code=chosen.trust_remote_code)
+    return policy, build(policy.encode_chat)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"machine.device: {name!r} is not a device; valid: auto, cpu, cuda, cuda:0 …") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"machine.device: {name!r} was asked for, but this machine has no CUDA device: use auto or cpu.")
+    return device

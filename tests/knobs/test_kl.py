@@ -1,0 +1,68 @@
+"""⑤ by hand: 2 rows × 4 tokens, d = log π_ref − log π_θ = 0, 1, −1, 5 and 20, 25, −25, .5; β = ½."""
+
+from __future__ import annotations
+
+from math import exp
+from typing import Any
+
+import pytest
+import torch
+from batches import F64, minibatch
+
+from grpo_repro.knobs import kl, resolve
+from grpo_repro.types import Forward, UserError
+
+D = [[0.0, 1.0, -1.0, 5.0], [20.0, 25.0, -25.0, 0.5]]
+
+
+def value_and_slope(function: Any, **params: Any) -> tuple[list[float], list[float]]:
+    logp_NT = torch.full((2, 4), -2.0, dtype=F64, requires_grad=True)
+    b = minibatch([0, 0], [0, 0], [[1] * 4] * 2, ref_NT=torch.tensor(D, dtype=F64) - 2.0)
+    value_NT = function(Forward(logp_NT), b, **params)
+    slope_NT = torch.autograd.grad(value_NT.sum(), logp_NT)[0] if value_NT.requires_grad else torch.zeros(2, 4)
+    return value_NT.flatten().tolist(), slope_NT.flatten().tolist()
+
+
+def test_none() -> None:
+    assert value_and_slope(kl.none) == ([0.0] * 8, [0.0] * 8)
+
+
+def test_k1() -> None:
+    """−βd, bounded at ±20; slope +β inside: to lower k1 is to lower log π."""
+    value, slope = value_and_slope(kl.k1, beta=0.5)
+    assert value == pytest.approx([0, -0.5, 0.5, -2.5, -10, -10, 10, -0.25])
+    assert slope == pytest.approx([0.5, 0.5, 0.5, 0.5, 0.5, 0, 0, 0.5])
+
+
+def test_k2() -> None:
+    """βd²/2, slope −βd."""
+    value, slope = value_and_slope(kl.k2, beta=0.5)
+    assert value == pytest.approx([0, 0.25, 0.25, 6.25, 100, 100, 100, 0.0625])
+    assert slope == pytest.approx([0, -0.5, 0.5, -2.5, -10, 0, 0, -0.25])
+
+
+def test_k3() -> None:
+    """β(e^d − 1 − d), slope β(1 − e^d); never negative."""
+    value, slope = value_and_slope(kl.k3, beta=0.5)
+    assert value == pytest.approx([0.5 * (exp(d) - 1 - d) for d in (0, 1, -1, 5, 20, 20, -20, 0.5)], rel=1e-12, abs=1e-15)
+    inside = [0.5 * (1 - exp(d)) for d in (0, 1, -1, 5, 20)]
+    assert slope == pytest.approx([*inside, 0, 0, 0.5 * (1 - exp(0.5))], rel=1e-12, abs=1e-15)
+    assert min(value) >= 0
+
+
+def test_k3_near_zero_keeps_its_digits() -> None:
+    """d = 1e-4 in float32: d²/2 + d³/6 = 5.00017e-9; e^d − 1 − d by subtraction would be off by 1e-8 or more."""
+    now = Forward(torch.tensor([[0.0]]))
+    b = minibatch([0], [0], [[1]], dtype=torch.float32, ref_NT=[[1e-4]])
+    assert kl.k3(now, b, beta=1.0).item() == pytest.approx(5.00017e-9, rel=0.05)
+
+
+@pytest.mark.parametrize("beta", [-0.1, float("nan"), float("inf"), "1"])
+def test_beta_out_of_range_is_refused(beta: Any) -> None:
+    with pytest.raises(UserError, match="beta"):
+        resolve("kl", {"name": "k3", "beta": beta})
+
+
+def test_beta_has_no_default() -> None:
+    with pytest.raises(UserError, match="beta"):
+        resolve("kl", "k3")
