@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_repro.types import Forward, Minibatch, NonNegative, Share, variant
+from grpo_repro.types import Forward, Minibatch, NonNegative, Positive, Share, variant
 
 
 def none(logw_NT: Tensor, now: Forward, b: Minibatch) -> tuple[Tensor, Tensor]:
@@ -42,3 +42,71 @@ def ppo(
     highest = float("inf") if eps_high is None else 1 + eps_high
     bounded_NT = w_NT.clamp(lowest, highest) * b.advantage
     return torch.minimum(free_NT, bounded_NT), (bounded_NT < free_NT) & b.mask_NT
+
+
+@variant(bounding=True)
+def dual(
+    logw_NT: Tensor,
+    now: Forward,
+    b: Minibatch,
+    *,
+    eps_low: Share | None = 0.2,
+    eps_high: NonNegative | None = 0.2,
+    w_max: Positive = 3.0,
+) -> tuple[Tensor, Tensor]:
+    r"""PPO's clip with a floor under the penalty of a bad answer.
+
+    $$\hat A<0:\ \max\big(\min(w\hat A,\mathrm{clip}(w)\hat A),\ c\hat A\big)$$
+
+    with c = w_max > 1+ε_high. The same function as INTELLECT-2's two-sided clip min(w, δ) with δ = c (2505.07291).
+    Source: Dual-clip PPO (1912.09729), c = 3.
+    Fixes: the open cell Â<0, w≫1, where the penalty has no bound. Costs: beyond c the gradient is 0, so the policy is no longer pushed
+    down on a token it has just raised.
+    """
+    gain_NT, hit_NT = ppo(logw_NT, now, b, eps_low=eps_low, eps_high=eps_high)
+    floor_NT = w_max * b.advantage
+    floored_NT = (b.advantage < 0) & (floor_NT > gain_NT)
+    return torch.where(floored_NT, floor_NT.expand_as(gain_NT), gain_NT), hit_NT | (floored_NT & b.mask_NT)
+
+
+@variant(bounding=True)
+def truncate(
+    logw_NT: Tensor, now: Forward, b: Minibatch, *, w_min: NonNegative = 0.0, w_max: Positive = 1.28
+) -> tuple[Tensor, Tensor]:
+    r"""The ratio as a truncated, detached weight on the score function: no token's gradient is ever dropped.
+
+    $$sg\big[\mathrm{clip}(w,\ w_{min},\ w_{max})\big]\,\hat A\,\log\pi_\theta$$
+
+    Source: CISPO, MiniMax-M1 (2506.13585); the cap was never published and frameworks disagree (CLAIMS E2), so it is an absolute bound here.
+    Fixes: rare tokens that PPO's clip drops after the first update keep their gradient. Costs: nothing stops a policy that has moved far.
+    """
+    w_NT = torch.exp(logw_NT).detach()
+    weight_NT = w_NT.clamp(w_min, w_max)
+    return weight_NT * b.advantage * now.logp_NT, (weight_NT != w_NT) & b.mask_NT
+
+
+def soft_sigmoid(
+    logw_NT: Tensor, now: Forward, b: Minibatch, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05
+) -> tuple[Tensor, Tensor]:
+    r"""A sigmoid gate instead of an edge.
+
+    $$f(w)\,\hat A,\quad f(w)=\frac4\tau\,\sigma\big(\tau(w-1)\big),\quad \tau=\tau_{pos}\ \text{or}\ \tau_{neg}\ \text{by the sign of}\ \hat A$$
+
+    Its weight on ∇log π is w·sech²(τ(w−1)/2): 1 at w = 1, more than the on-policy weight for 1 < w < 3.3 (τ = 1), then falling to 0.
+    Source: SAPO (2511.20347). Fixes: the jump of a hard clip's gradient to 0. Costs: amplifies where it should hold.
+    """
+    tau_NT = torch.where(b.advantage > 0, tau_pos, tau_neg).to(logw_NT.dtype)
+    gate_NT = 4 / tau_NT * torch.sigmoid(tau_NT * (torch.exp(logw_NT) - 1))
+    return gate_NT * b.advantage, torch.zeros_like(b.mask_NT)
+
+
+def soft_tanh(logw_NT: Tensor, now: Forward, b: Minibatch, *, tau: Positive = 1.0) -> tuple[Tensor, Tensor]:
+    r"""A tanh on the log-ratio.
+
+    $$\Big(1+\frac1\tau\tanh(\tau\log w)\Big)\hat A$$
+
+    Its weight on ∇log π is sech²(τ·log w): 1 at w = 1 and falling on both sides alike. (A tanh on w itself is `soft_sigmoid` again.)
+    Source: the seed document, knob ②; 2602.19345 compares such gates. Fixes: the jump of a hard clip, and symmetric in w and 1/w.
+    Costs: no side is open, so the way back is not either.
+    """
+    return (1 + torch.tanh(tau * logw_NT) / tau) * b.advantage, torch.zeros_like(b.mask_NT)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from grpo_repro.knobs import ratio
 from grpo_repro.types import Forward, Minibatch, NonNegative, variant
 
 BOUND = 20.0
@@ -61,6 +62,43 @@ def k3(now: Forward, b: Minibatch, *, beta: NonNegative) -> Tensor:
     """
     d_NT = _d(now, b)
     return beta * (torch.expm1(d_NT) - d_NT)
+
+
+@variant(needs=("ref", "old"))
+def k3_unbiased(now: Forward, b: Minibatch, *, beta: NonNegative) -> Tensor:
+    r"""k3 with its importance weight: the gradient of the KL it names, also off-policy.
+
+    $$\beta\,\frac{\pi_\theta}{\pi_{old}}\Big(\frac{\pi_{ref}}{\pi_\theta} - 1 - \log\frac{\pi_{ref}}{\pi_\theta}\Big)$$
+
+    The weight is the token's own ratio and carries gradient, whatever knob ① is. Source: DeepSeek-V3.2 (2512.02556), Eq. 7.
+    Fixes: its expected gradient is ∇KL(π_θ‖π_ref) exactly. Costs: the ratio's variance off-policy.
+    """
+    return torch.exp(ratio.token(now, b)) * k3(now, b, beta=beta)
+
+
+@variant(needs=("ref", "full_logits"))
+def full(now: Forward, b: Minibatch, *, beta: NonNegative) -> Tensor:
+    r"""The KL itself, summed over the vocabulary: no estimate.
+
+    $$\beta\sum_v \pi_\theta(v)\,\log\frac{\pi_\theta(v)}{\pi_{ref}(v)}$$
+
+    The state is still sampled: the gradient through which prefixes are reached is not in it. Source: definition.
+    Fixes: no variance from the drawn token. Costs: both policies' whole distributions in memory.
+    """
+    return beta * now.exact_kl_NT  # type: ignore[operator]
+
+
+@variant(needs=("ref",), forward_gradient_in_loss=True)
+def forward(now: Forward, b: Minibatch, *, beta: NonNegative) -> Tensor:
+    r"""The forward KL by name: what k3 in the loss really descends.
+
+    $$\beta\Big(sg\Big[\frac{\pi_{ref}}{\pi_\theta}\Big]\cdot\big(-\log\pi_\theta\big) + sg\Big[\frac{\pi_{ref}}{\pi_\theta}\log\pi_{ref}\Big]\Big)$$
+
+    Estimates KL(π_ref‖π_θ) with tokens drawn from π_θ; gradient in expectation ∇KL(π_ref‖π_θ). Source: CLAIMS A2; NeMo and others have k3 only.
+    Fixes: says which divergence is penalised. Costs: mass-covering; unbounded weight where π_θ ≪ π_ref.
+    """
+    weight_NT = torch.exp(_d(now, b)).detach()
+    return beta * weight_NT * (b.ref_NT - now.logp_NT)  # type: ignore[operator]
 
 
 def _d(now: Forward, b: Minibatch) -> Tensor:

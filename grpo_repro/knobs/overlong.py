@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field
 from torch import Tensor
 
 from grpo_repro.types import Minibatch
@@ -29,3 +32,15 @@ def mask(r_N: Tensor, b: Minibatch) -> tuple[Tensor, Tensor]:
     Fixes: no lesson from answers that were cut. Costs: nothing pushes against length.
     """
     return r_N, b.mask_NT & ~b.cut_N.unsqueeze(1)
+
+
+def soft_penalty(r_N: Tensor, b: Minibatch, *, cache: Annotated[int, Field(ge=1)]) -> tuple[Tensor, Tensor]:
+    r"""A penalty that grows over the last `cache` tokens before the limit.
+
+    $$R_{len} = 0\ \text{if}\ |y|\le L_{max}-L_{cache};\quad \frac{(L_{max}-L_{cache})-|y|}{L_{cache}}\ \text{up to}\ L_{max};\quad -1\ \text{if cut}$$
+
+    Source: DAPO (2503.14476), Soft Overlong Punishment: L_max 20480, L_cache 4096. A response that was cut counts as longer than L_max.
+    Fixes: a gradient against length before the wall. Costs: an opinion on length in the reward.
+    """
+    over_N = (b.length_N - (b.limit - cache)).clamp(min=0, max=cache).to(r_N.dtype) / cache
+    return r_N - over_N.masked_fill(b.cut_N, 1.0), b.mask_NT
