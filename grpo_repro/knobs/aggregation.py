@@ -1,6 +1,6 @@
 """④ Aggregation: the weight of each token in the sum. Every denominator comes from `Norm`, never from the slice at hand.
 
-    aggregation(b, norm) -> weight_NT        float64 (a bool over an int would be float32); the loss is −Σ weight · gain
+aggregation(b, norm) -> weight_NT        float64 (a bool over an int would be float32); the loss is −Σ weight · gain
 """
 
 from __future__ import annotations
