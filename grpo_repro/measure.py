@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from grpo_repro.config import Run
 from grpo_repro.judge import judge
@@ -26,7 +27,7 @@ class Measured:
     logq_NTV: Tensor | None  # the whole distributions, where the vocabulary is small
 
 
-def measure(model: torch.nn.Module, rollout: Rollout, run: Run, vocab: int) -> Measured:
+def measure(model: PreTrainedModel, rollout: Rollout, run: Run, vocab: int) -> Measured:
     """Log-probs and entropy (nats) of every live token, at the run's temperature; 0 at masked positions."""
     whole = vocab <= WHOLE_VOCABULARY
     n, t = rollout.response_NT.shape

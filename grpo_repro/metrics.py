@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_repro.judge import Judged
+from grpo_repro.knobs import kl, ratio
 from grpo_repro.objective import Parts
 from grpo_repro.types import Minibatch, Rollout, Scored
 
@@ -107,7 +108,7 @@ def update(totals: Totals, parts: Parts, b: Minibatch, loss: Tensor) -> None:
     totals.mean("_w2", (w**2).sum(), count)
     if count:
         totals.largest("ratio/max", w.max())
-    totals.mean("log_ratio/bounded", (logw.abs() >= 20).sum(), count)
+    totals.mean("log_ratio/bounded", (logw.abs() >= ratio.BOUND).sum(), count)
     hit = parts.hit_NT[mask_NT]
     sign = torch.sign(b.advantage).expand(mask_NT.shape)[mask_NT] if b.advantage is not None else torch.zeros_like(logw)
     totals.mean("clip", hit.sum(), count)
@@ -139,12 +140,8 @@ def moved(name: str, other_NT: Tensor, drawer_NT: Tensor, mask_NT: Tensor, exact
     """
     if not mask_NT.any():
         return {}
-    d = (other_NT - drawer_NT)[mask_NT].double().clamp(-20, 20)
-    row = {
-        f"kl_{name}/k1": float(-d.mean()),
-        f"kl_{name}/k2": float((d**2 / 2).mean()),
-        f"kl_{name}/k3": float((torch.expm1(d) - d).mean()),
-    }
+    d = (other_NT - drawer_NT)[mask_NT].double().clamp(-kl.BOUND, kl.BOUND)
+    row = {f"kl_{name}/{estimate}": float(of(d).mean()) for estimate, of in kl.ESTIMATES.items()}
     return row if exact_NT is None else {**row, f"kl_{name}/exact": float(exact_NT[mask_NT].double().mean())}
 
 

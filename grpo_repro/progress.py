@@ -21,7 +21,7 @@ class Progress:
         self._before = 0  # steps of finished runs
         self._began = self._said = time.monotonic()
         live = sys.stderr.isatty()
-        form = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining} {postfix}"
+        form = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
         self._bar: Any = tqdm(total=total, desc=title, bar_format=form, dynamic_ncols=True, file=sys.stderr) if live else None
 
     @property

@@ -1,7 +1,7 @@
 """The loop, read downwards: draw prompts → sample → judge → score → update μ times → measure → a row of metrics.
 
-One path for CPU and CUDA. No files, no global state: everything a step depends on is the config, the policy and the optimiser, and
-every random number is indexed by (seed, step, …). What is *not* here: the formula (objective.py), files (record.py), many runs (grid.py).
+One path for CPU and CUDA. No files, no global state: a step depends on the config, the policy and the optimiser, and every random
+number is indexed by (seed, step, …). What is *not* here: the formula (objective.py), files (record.py), many runs (grid.py).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from grpo_repro.policy import Policy
 from grpo_repro.rollout import sample
 from grpo_repro.rollout.uniform import ORDER, uniform
 from grpo_repro.tasks import Task
-from grpo_repro.types import Minibatch, NonFinite, Norm, Rollout, Scored
+from grpo_repro.types import ABSENT, Minibatch, NonFinite, Norm, Rollout, Scored
 
 Row = dict[str, float]
 
@@ -118,7 +119,7 @@ def one_step(learner: Learner, step: int) -> Row:
         limit=limit,
         old_NT=old.logp_NT,
         sampler_NT=rollout.sampler_NT,
-        ref_NT=ref.logp_NT if ref is not None else None,
+        ref_NT=ref.logp_NT if ref is not None else ABSENT,
     )
     scored = score(objective, b)
     before = [p.detach().clone() for p in model.parameters()] if run.scale.monitor else []
@@ -184,7 +185,9 @@ def minibatches(b: Minibatch, run: Run, step: int, epoch: int) -> list[Tensor]:
 
 def narrowed(b: Minibatch, width: int) -> Minibatch:
     """The minibatch without the response columns beyond `width`, which hold only padding."""
-    at_tokens = {k: v[:, :width] for k, v in vars(b).items() if isinstance(v, Tensor) and v.shape == b.mask_NT.shape}
+    at_tokens: dict[str, Any] = {
+        k: v[:, :width] for k, v in vars(b).items() if isinstance(v, Tensor) and v.shape == b.mask_NT.shape
+    }
     return replace(b, **at_tokens)
 
 

@@ -25,6 +25,8 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
+ABSENT: Any = None  # a tensor that nobody asked for: what a variant reads, it must `need`
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -96,9 +98,9 @@ class Forward:
     """The current policy on a Minibatch: the only thing with gradient. All at the sampling temperature."""
 
     logp_NT: Tensor
-    entropy_NT: Tensor | None = None  # nats, detached
-    exact_kl_NT: Tensor | None = None  # KL(π_θ‖π_ref) over the whole vocabulary
-    value_NT: Tensor | None = None
+    entropy_NT: Tensor = ABSENT  # nats, detached
+    exact_kl_NT: Tensor = ABSENT  # KL(π_θ‖π_ref) over the whole vocabulary
+    value_NT: Tensor = ABSENT
 
     def masked(self, mask_NT: Tensor) -> Forward:
         """Exactly 0, in value and gradient, wherever the mask is False."""
@@ -115,15 +117,15 @@ class Minibatch:
     length_N: Tensor  # int64 response tokens present
     cut_N: Tensor  # bool, truncated at the limit
     limit: int  # L_max, the longest response allowed, in tokens
-    old_NT: Tensor | None = None
-    sampler_NT: Tensor | None = None
-    ref_NT: Tensor | None = None
-    advantage: Tensor | None = None  # Â_N1 or Â_NT
-    penalty_NT: Tensor | None = None  # β·KL where KL is in the reward
-    value_NT: Tensor | None = None  # the critic when the rollout was made
-    target_NT: Tensor | None = None  # what the critic is trained towards
-    step_end_NT: Tensor | None = None  # bool, last token of a reasoning step
-    prompt_weight_N: Tensor | None = None
+    old_NT: Tensor = ABSENT
+    sampler_NT: Tensor = ABSENT
+    ref_NT: Tensor = ABSENT
+    advantage: Tensor = ABSENT  # Â_N1 or Â_NT
+    penalty_NT: Tensor = ABSENT  # β·KL where KL is in the reward
+    value_NT: Tensor = ABSENT  # the critic when the rollout was made
+    target_NT: Tensor = ABSENT  # what the critic is trained towards
+    step_end_NT: Tensor = ABSENT  # bool, last token of a reasoning step
+    prompt_weight_N: Tensor = ABSENT
 
     def rows(self, index_K: Tensor) -> Minibatch:
         return replace(self, **{k: v[index_K] for k, v in _tensors(self).items()})
@@ -192,5 +194,5 @@ class Norm:
         )
 
 
-def _tensors(data: Any) -> dict[str, Tensor]:
+def _tensors(data: Any) -> dict[str, Any]:
     return {f.name: v for f in fields(data) if isinstance(v := getattr(data, f.name), Tensor)}

@@ -91,9 +91,7 @@ def _warm_lr(i: int, steps: int) -> float:
     return LR * ramp * 0.5 * (1 + math.cos(math.pi * i / max(steps, 1)))
 
 
-def _batch(
-    taught: Policy, task: Task, rng: np.random.Generator, rows: int, default_share: float | None
-) -> tuple[Tensor, Tensor]:
+def _batch(taught: Policy, task: Task, rng: np.random.Generator, rows: int, default_share: float | None) -> tuple[Tensor, Tensor]:
     """Right-padded prompt + response + end, and a mask of the response's tokens."""
     end = min(taught.end_ids)
     shown = pairs.demonstrations(task, rng, rows, default_share)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -69,13 +70,12 @@ def test_arms_of_a_panel_differ_in_the_declared_knob_alone(path: Path) -> None:
     for panel, _, run in ablation.runs("full"):
         panels.setdefault((panel, run.seed), []).append(flat(run.model_dump()))
     for arms in panels.values():
-        first = arms[0]
-        for other in arms[1:]:
-            assert first.keys() | other.keys() == first.keys() & other.keys() | {k for k in first.keys() ^ other.keys() if in_(k, allowed)}
-            assert {k for k in first.keys() & other.keys() if first[k] != other[k]} <= {k for k in first if in_(k, allowed)}
+        for one, other in itertools.combinations(arms, 2):
+            differ = {k for k in one.keys() | other.keys() if one.get(k) != other.get(k)}
+            assert all(within(k, allowed) for k in differ), differ
 
 
-def in_(key: str, paths: set[str]) -> bool:
+def within(key: str, paths: set[str]) -> bool:
     return any(key == path or key.startswith(path + ".") for path in paths)
 
 

@@ -67,7 +67,9 @@ def test_a_reward_that_is_no_number_is_refused_with_its_place(made: Policy, task
         return value
 
     rollout = rollout_of(made, task, ["50"], [0])
-    with pytest.raises(UserError, match=rf"reward favourite returned {shown} \(prompt '.*', response '50'\); it must return a finite"):
+    with pytest.raises(
+        UserError, match=rf"reward favourite returned {shown} \(prompt '.*', response '50'\); it must return a finite"
+    ):
         judge(favourite, rollout, task, made, 0, 0)
 
 
@@ -81,6 +83,7 @@ def test_a_reward_that_raises_is_named_with_its_place(made: Policy, task: Task) 
 
 def test_chance_in_a_reward_is_indexed_by_prompt_and_sample_not_by_row(made: Policy, task: Task) -> None:
     """Dropping or reordering rows of other groups must not change a response's coin."""
+
     def record(prompt: Prompt, response: Response) -> float:
         return response.u
 

@@ -14,7 +14,9 @@ from grpo_repro.objective import Parts
 from grpo_repro.types import Minibatch, Prompt, Rollout, Scored
 
 
-def minibatch(mask: list[list[int]], advantage: list[float], r: list[float] | None = None, groups: list[int] | None = None) -> Minibatch:
+def minibatch(
+    mask: list[list[int]], advantage: list[float], r: list[float] | None = None, groups: list[int] | None = None
+) -> Minibatch:
     n = len(mask)
     return Minibatch(
         mask_NT=torch.tensor(mask, dtype=torch.bool),
@@ -83,7 +85,11 @@ def test_groups_flat_high_flat_low_and_mixed() -> None:
         "rows/dropped": 4.0,
     }
     flat = replace(b, r_N=torch.ones(6))  # nobody can tell whether all ones are all right
-    assert set(metrics.groups(flat, Scored(flat, torch.arange(0), 6, 3))) == {"groups/zero_variance", "groups/dropped", "rows/dropped"}
+    assert set(metrics.groups(flat, Scored(flat, torch.arange(0), 6, 3))) == {
+        "groups/zero_variance",
+        "groups/dropped",
+        "rows/dropped",
+    }
 
 
 def test_responses_by_level_and_by_verdict() -> None:
@@ -99,7 +105,8 @@ def test_responses_by_level_and_by_verdict() -> None:
         sampler_NT=torch.zeros(4, 5),
         cut_N=torch.tensor([False, False, False, True]),
     )
-    judged = Judged(torch.tensor([2.0, 0.0, 0.0, 0.0]), torch.tensor([1.0, 1.0, 0.0, 0.0]), {"rare": torch.tensor([0.0, 1.0, 0.5, 0.5])}, {})
+    noted = {"rare": torch.tensor([0.0, 1.0, 0.5, 0.5])}
+    judged = Judged(torch.tensor([2.0, 0.0, 0.0, 0.0]), torch.tensor([1.0, 1.0, 0.0, 0.0]), noted, {})
     row = metrics.responses(rollout, judged)
     assert row == {
         "reward": 0.5,

@@ -46,7 +46,8 @@ RULE = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: 3 * 
     ],
 )
 def test_a_response_is_right_when_every_pair_is(short: Task, prompt: str, answer: str) -> None:
-    by_hand = all(RULE[prompt[0]](int(a), int(b)) % 10 == int(t) for a, b, t in zip(answer[::2], answer[1::2], prompt[1:4], strict=True))
+    pairs_ = zip(answer[::2], answer[1::2], prompt[1:4], strict=True)
+    by_hand = all(RULE[prompt[0]](int(a), int(b)) % 10 == int(t) for a, b, t in pairs_)
     assert short.verify(prompt_of(short, prompt), answer)[0] == float(by_hand)
 
 
@@ -147,5 +148,7 @@ def test_answer_positions_of_a_text_are_the_tokens_of_its_last_number() -> None:
 
 
 def test_an_unknown_task_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(UserError, match=r"task: there is no variant 'shrot' \(did you mean 'short'\?\); valid: short, tail, chain_sum"):
+    with pytest.raises(
+        UserError, match=r"task: there is no variant 'shrot' \(did you mean 'short'\?\); valid: short, tail, chain_sum"
+    ):
         tasks.bound("shrot")

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_repro import NUMERICS, metrics, policy, start, tasks, train
+from grpo_repro import NUMERICS, policy, start, train
 from grpo_repro.config import Run, merged, parse_run
 from grpo_repro.judge import judge
 from grpo_repro.logprobs import forward
 from grpo_repro.objective import score
 from grpo_repro.policy import Policy
 from grpo_repro.rollout import sample
-from grpo_repro.tasks import Task, pairs
 from grpo_repro.types import Minibatch, NonFinite, Rollout, UserError
 
 GOLDEN = Path(__file__).parent / "golden" / "tiny_10_steps.json"

@@ -28,8 +28,7 @@ def group_zscore(b: Minibatch, *, ddof: Literal[0, 1] = 1, eps: NonNegative = 1e
     Fixes: the scale of the reward drops out. Costs: a prompt's weight depends on its difficulty (CLAIMS A3), more with larger G.
     """
     centred_N, size_N, index_N = _centred(b)
-    variance_G = _group_sum(centred_N**2, index_N) / (_group_sum(torch.ones_like(centred_N), index_N) - ddof).clamp(min=1)
-    std_N = variance_G.sqrt()[index_N]
+    std_N = (_group_sum(centred_N**2, index_N)[index_N] / (size_N - ddof).clamp(min=1)).sqrt()
     return torch.where(_mixed(b, index_N), centred_N / (std_N + eps), torch.zeros_like(centred_N)).unsqueeze(1)
 
 
@@ -56,9 +55,9 @@ def leave_one_out(b: Minibatch) -> Tensor:
     Fixes: the baseline does not contain the sample itself, so the estimate is unbiased. Costs: more variance at small G.
     """
     centred_N, size_N, index_N = _centred(b)
-    return torch.where(
-        _mixed(b, index_N), centred_N * size_N / (size_N - 1).clamp(min=1), torch.zeros_like(centred_N)
-    ).unsqueeze(1)
+    return torch.where(_mixed(b, index_N), centred_N * size_N / (size_N - 1).clamp(min=1), torch.zeros_like(centred_N)).unsqueeze(
+        1
+    )
 
 
 @variant(group_baseline=True)

@@ -1,6 +1,6 @@
 """④ Aggregation: the weight of each token in the sum. Every denominator comes from `Norm`, never from the slice at hand.
 
-    aggregation(b, norm) -> weight_NT        float64 (a bool over an int would be float32); the loss is −Σ weight · gain
+aggregation(b, norm) -> weight_NT        float64 (a bool over an int would be float32); the loss is −Σ weight · gain
 """
 
 from __future__ import annotations
@@ -77,5 +77,5 @@ def balanced(b: Minibatch, norm: Norm) -> Tensor:
     (bad, _, good), (bad_tokens, _, good_tokens) = norm.sign_rows, norm.sign_tokens
     share = 1 / max(bad + good, 1)
     at_good, at_bad = good * share / max(good_tokens, 1), bad * share / max(bad_tokens, 1)
-    sign_N1 = torch.sign(b.advantage)  # type: ignore[arg-type]
+    sign_N1 = torch.sign(b.advantage)
     return b.mask_NT * torch.where(sign_N1 > 0, at_good, torch.where(sign_N1 < 0, at_bad, 0.0))

@@ -32,7 +32,8 @@ def ppo(
 
     $$\min\big(w\hat A,\ \mathrm{clip}(w,\,1-\varepsilon_{low},\,1+\varepsilon_{high})\,\hat A\big)$$
 
-    A side that is null has no bound. Source: PPO (1707.06347), Eq. 7; Clip-Higher is .2/.28 (DAPO, 2503.14476); GSPO takes 3e-4/4e-4 (2507.18071).
+    A side that is null has no bound.
+    Source: PPO (1707.06347), Eq. 7; Clip-Higher is .2/.28 (DAPO, 2503.14476); GSPO takes 3e-4/4e-4 (2507.18071).
     Fixes: no reward for moving further in a favourable direction (Â>0, w↑ and Â<0, w↓ have no gradient).
     Costs: the other two cells are open by design: Â<0 with w≫1 passes at w times its size, Â>0 with w≪1 at w times.
     """

@@ -1,6 +1,6 @@
 """① The correction for a sampler that is not the trainer's old policy (engine mismatch, stale weights).
 
-    correction(b) -> corr_NT        detached; multiplies the gain after the clip and never enters log w
+correction(b) -> corr_NT        detached; multiplies the gain after the clip and never enters log w
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def mask(b: Minibatch, *, w_min: float = 0.0, w_max: Positive = 2.0, level: Leve
 
 
 def _log_rho(b: Minibatch, level: Level) -> Tensor:
-    rho_NT = ((b.old_NT - b.sampler_NT) * b.mask_NT).detach()  # type: ignore[operator]
+    rho_NT = ((b.old_NT - b.sampler_NT) * b.mask_NT).detach()
     if level != "token":
         total_N1 = rho_NT.sum(1, keepdim=True)
         rho_NT = (total_N1 / b.tokens_N1 if level == "geometric" else total_N1).expand_as(rho_NT)

@@ -1,6 +1,6 @@
 """② Gates: detached 0/1 masks on the gain (a list in the objective, empty by default).
 
-    gate(now, b) -> keep_NT        bool, without gradient
+gate(now, b) -> keep_NT        bool, without gradient
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def dppo_tv(now: Forward, b: Minibatch, *, eps_low: Positive = 0.2, eps_high: Po
     Anchored to the sampler μ, not to π_old. Source: DPPO (2602.04879), total variation of the one token seen, ±.2.
     Fixes: a ratio over-clips rare tokens and under-clips frequent ones. Costs: the token's own probability is a lower bound of the TV.
     """
-    return _inside((torch.exp(now.logp_NT) - torch.exp(b.sampler_NT)).detach(), b, eps_low, eps_high)  # type: ignore[arg-type]
+    return _inside((torch.exp(now.logp_NT) - torch.exp(b.sampler_NT)).detach(), b, eps_low, eps_high)
 
 
 @variant(needs=("sampler",))
@@ -31,7 +31,7 @@ def dppo_kl(now: Forward, b: Minibatch, *, eps: Positive = 0.05) -> Tensor:
 
     Source: DPPO (2602.04879), binary KL, .05. Fixes: as dppo_tv, and is stricter near 0 and 1. Costs: as dppo_tv.
     """
-    p_NT, q_NT = torch.exp(b.sampler_NT.double()), torch.exp(now.logp_NT.detach().double())  # type: ignore[union-attr]
+    p_NT, q_NT = torch.exp(b.sampler_NT.double()), torch.exp(now.logp_NT.detach().double())
     kl_NT = _xlog(p_NT, q_NT) + _xlog(1 - p_NT, 1 - q_NT)
     return (kl_NT <= eps) | ((q_NT - p_NT) * b.advantage <= 0)
 
@@ -45,7 +45,7 @@ def off_policy(now: Forward, b: Minibatch, *, delta: Positive = 0.5) -> Tensor:
     Source: DeepSeek-V3.2 (2512.02556); δ is not published (TRL suggests .5). Needs one Â a response.
     Fixes: learning from mistakes the policy no longer makes. Costs: a threshold that depends on the task.
     """
-    gone_N1 = ((b.old_NT - now.logp_NT.detach()) * b.mask_NT).sum(1, keepdim=True) / b.tokens_N1  # type: ignore[operator]
+    gone_N1 = ((b.old_NT - now.logp_NT.detach()) * b.mask_NT).sum(1, keepdim=True) / b.tokens_N1
     return ((b.advantage >= 0) | (gone_N1 <= delta)).expand_as(b.mask_NT)
 
 

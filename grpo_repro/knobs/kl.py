@@ -8,6 +8,8 @@ KL(π_θ‖π_ref) in *value*; as a loss their *gradients* differ (CLAIMS A2). d
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,13 @@ from grpo_repro.knobs import ratio
 from grpo_repro.types import Forward, Minibatch, NonNegative, variant
 
 BOUND = 20.0
+
+# Schulman's estimators of KL(drawer‖other) from d = log other − log drawer, at tokens of the drawer.
+ESTIMATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda d: -d,
+    "k2": lambda d: 0.5 * d**2,
+    "k3": lambda d: torch.expm1(d) - d,  # expm1: e^d − 1 cancels near 0
+}
 
 
 def none(now: Forward, b: Minibatch) -> Tensor:
@@ -36,7 +45,7 @@ def k1(now: Forward, b: Minibatch, *, beta: NonNegative) -> Tensor:
     Source: RLHF practice, in the reward. In the reward its gradient is ∇KL(π_θ‖π_ref) exactly; in the loss its expected gradient is 0.
     Fixes: unbiased value. Costs: negative at times, the largest variance.
     """
-    return -beta * _d(now, b)
+    return beta * ESTIMATES["k1"](_d(now, b))
 
 
 @variant(needs=("ref",))
@@ -48,7 +57,7 @@ def k2(now: Forward, b: Minibatch, *, beta: NonNegative) -> Tensor:
     Source: Schulman 2020. In the loss its gradient is ∇KL(π_θ‖π_ref) exactly (2510.01555).
     Fixes: the right gradient in the loss. Costs: biased value.
     """
-    return beta * 0.5 * _d(now, b) ** 2
+    return beta * ESTIMATES["k2"](_d(now, b))
 
 
 @variant(needs=("ref",), forward_gradient_in_loss=True)
@@ -60,8 +69,7 @@ def k3(now: Forward, b: Minibatch, *, beta: NonNegative) -> Tensor:
     Source: DeepSeekMath (2402.03300), Eq. 4. In the loss its expected gradient is that of the *forward* KL(π_ref‖π_θ).
     Fixes: low variance, never negative. Costs: another gradient than the KL it names; unbounded where π_θ ≪ π_ref.
     """
-    d_NT = _d(now, b)
-    return beta * (torch.expm1(d_NT) - d_NT)
+    return beta * ESTIMATES["k3"](_d(now, b))
 
 
 @variant(needs=("ref", "old"))
@@ -85,7 +93,7 @@ def full(now: Forward, b: Minibatch, *, beta: NonNegative) -> Tensor:
     The state is still sampled: the gradient through which prefixes are reached is not in it. Source: definition.
     Fixes: no variance from the drawn token. Costs: both policies' whole distributions in memory.
     """
-    return beta * now.exact_kl_NT  # type: ignore[operator]
+    return beta * now.exact_kl_NT
 
 
 @variant(needs=("ref",), forward_gradient_in_loss=True)
@@ -98,8 +106,8 @@ def forward(now: Forward, b: Minibatch, *, beta: NonNegative) -> Tensor:
     Fixes: says which divergence is penalised. Costs: mass-covering; unbounded weight where π_θ ≪ π_ref.
     """
     weight_NT = torch.exp(_d(now, b)).detach()
-    return beta * weight_NT * (b.ref_NT - now.logp_NT)  # type: ignore[operator]
+    return beta * weight_NT * (b.ref_NT - now.logp_NT)
 
 
 def _d(now: Forward, b: Minibatch) -> Tensor:
-    return (b.ref_NT - now.logp_NT).clamp(-BOUND, BOUND)  # type: ignore[operator]
+    return (b.ref_NT - now.logp_NT).clamp(-BOUND, BOUND)

@@ -1,6 +1,6 @@
 """⑥ What becomes of truncated responses.
 
-    overlong(r_N, b) -> r_N, mask_NT        reward and loss mask; a hidden row still counts in the group's baseline
+overlong(r_N, b) -> r_N, mask_NT        reward and loss mask; a hidden row still counts in the group's baseline
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ A log-ratio is bounded by ±20 before anything exponentiates it; beyond the boun
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from grpo_repro.types import Forward, Minibatch, variant
@@ -81,14 +80,9 @@ def prefix(now: Forward, b: Minibatch) -> Tensor:
 
 def _change(now: Forward, b: Minibatch) -> Tensor:
     """log π_θ − log π_old of each token: the only place it is formed."""
-    return now.logp_NT - b.old_NT  # type: ignore[operator]
+    return now.logp_NT - b.old_NT
 
 
 def _own(value_NT: Tensor, now: Forward) -> Tensor:
     """The value as it is (nothing is added that rounds), with each token's own gradient; none at the bound."""
     return value_NT + (now.logp_NT - now.logp_NT.detach()) * (value_NT.abs() < BOUND)
-
-
-def _hits(logw_NT: Tensor, mask_NT: Tensor) -> Tensor:
-    """How many tokens sit at the bound: their gradient is 0."""
-    return ((logw_NT.detach().abs() >= BOUND) & mask_NT).sum().to(torch.float64)

@@ -1,6 +1,6 @@
 """⑦ The reward of one response.
 
-    reward(prompt, response) -> float        `response.correct` is the task verifier's word, `response.notes` what else it saw
+reward(prompt, response) -> float        `response.correct` is the task verifier's word, `response.notes` what else it saw
 """
 
 from __future__ import annotations

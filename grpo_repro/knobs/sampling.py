@@ -1,6 +1,6 @@
 """⑥ Which groups are trained on. (How many are drawn, μ, temperature and the like are numbers of the config.)
 
-    sampling(r_N, group_N) -> keep_N        bool, on the raw rewards
+sampling(r_N, group_N) -> keep_N        bool, on the raw rewards
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """③ Transforms of the reward that run before the advantage.
 
-    transform(r_N, group_N) -> r_N
+transform(r_N, group_N) -> r_N
 """
 
 from __future__ import annotations
