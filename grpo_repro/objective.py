@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from grpo_repro import knobs
-from grpo_repro.types import Forward, Minibatch, NonFinite, Norm, Prompt, Response, Scored
+from grpo_repro.types import ABSENT, Forward, Minibatch, NonFinite, Norm, Prompt, Response, Scored
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Objective:
 
     ratio: Callable[[Forward, Minibatch], Tensor] = knobs.ratio.token
     clip: Callable[[Tensor, Forward, Minibatch], tuple[Tensor, Tensor]] = knobs.clip.none
-    advantage: Callable[[Minibatch], Tensor] = knobs.advantage.group_zscore
+    advantage: Callable[[Minibatch], Tensor | tuple[Tensor, Tensor]] = knobs.advantage.group_zscore
     aggregation: Callable[[Minibatch, Norm], Tensor] = knobs.aggregation.sequence_mean
     kl: Callable[[Forward, Minibatch], Tensor] = knobs.kl.none
     kl_in_reward: Callable[[Forward, Minibatch], Tensor] = knobs.kl.none
@@ -75,7 +75,9 @@ def score(objective: Objective, b: Minibatch) -> Scored:
     dropped = len(torch.unique(b.group_N)) - len(torch.unique(b.group_N[row_K]))
     kept = b.rows(row_K)
     kept = replace(kept, r_N=objective.transform(kept.r_N, kept.group_N))
-    kept = replace(kept, advantage=objective.advantage(kept))
+    made = objective.advantage(kept)
+    advantage, target_NT = made if isinstance(made, tuple) else (made, ABSENT)  # a critic has a target to learn
+    kept = replace(kept, advantage=advantage, target_NT=target_NT)
     _finite("advantage (knob ③)", kept.advantage)
     return Scored(kept, row_K, dropped_rows=len(kept_N) - len(row_K), dropped_groups=dropped)
 

@@ -59,9 +59,9 @@ def base(bound: Callable[..., Any]) -> Any:
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The keyword-only parameters: what YAML may set. Annotations are evaluated."""
+    """The keyword-only parameters: what YAML may set (`state` is the loop's). Annotations are evaluated."""
     signature = inspect.signature(function, eval_str=True)
-    return {k: p for k, p in signature.parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    return {k: p for k, p in signature.parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY and k != "state"}
 
 
 def problem(error: ValidationError) -> str:

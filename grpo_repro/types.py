@@ -23,6 +23,7 @@ from torch import Tensor
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
+UnitInterval = Annotated[float, Field(ge=0, le=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 ABSENT: Any = None  # a tensor that nobody asked for: what a variant reads, it must `need`
@@ -30,15 +31,22 @@ ABSENT: Any = None  # a tensor that nobody asked for: what a variant reads, it m
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def variant(needs: tuple[str, ...] = (), **traits: bool) -> Callable[[F], F]:
+def variant(
+    needs: tuple[str, ...] = (),
+    init: Callable[..., dict[str, float]] | None = None,
+    update: Callable[..., dict[str, float]] | None = None,
+    **traits: bool,
+) -> Callable[[F], F]:
     """Mark a knob's function with what it `needs` (⊆ old, sampler, ref, values, steps, full_logits) and with its traits.
 
-    The loop computes nothing that no variant needs; `check()` reads traits, never names.
+    The loop computes nothing that no variant needs; `check()` reads traits, never names. A variant with a memory takes a keyword
+    `state` and has `init(**params)` → state and `update(state, metrics, **params)` → state, called once a rollout (adaptive.py).
     """
 
     def mark(function: F) -> F:
         function.needs = frozenset(needs)  # type: ignore[attr-defined]
         function.traits = frozenset(name for name, on in traits.items() if on)  # type: ignore[attr-defined]
+        function.init, function.update = init, update  # type: ignore[attr-defined]
         return function
 
     return mark
@@ -125,6 +133,7 @@ class Minibatch:
     value_NT: Tensor = ABSENT  # the critic when the rollout was made
     target_NT: Tensor = ABSENT  # what the critic is trained towards
     step_end_NT: Tensor = ABSENT  # bool, last token of a reasoning step
+    step_r_NT: Tensor = ABSENT  # a step's own score, at its last token
     prompt_weight_N: Tensor = ABSENT
 
     def rows(self, index_K: Tensor) -> Minibatch:

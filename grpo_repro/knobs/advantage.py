@@ -8,13 +8,15 @@ one response has nothing to be compared with: Â = 0 (the config refuses G = 1 w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from grpo_repro.types import Minibatch, NonNegative, variant
+from grpo_repro.types import Minibatch, NonNegative, Share, UnitInterval, variant
 
 
 @variant(group_baseline=True)
@@ -124,6 +126,92 @@ def pass_at_k(b: Minibatch, *, k: Annotated[int, Field(ge=1)] = 4) -> Tensor:
     sigma_N = (fail_N * (1 - fail_N)).sqrt()
     raw_N = torch.where(right_N, fail_N, fail_N - fail_given_wrong_N)
     return torch.where(sigma_N > 0, raw_N / sigma_N.clamp(min=1e-30), torch.zeros_like(raw_N)).unsqueeze(1)
+
+
+def _init_running(*, decay: float, eps: float) -> dict[str, float]:
+    return {}
+
+
+def _update_running(state: dict[str, float], metrics: Mapping[str, float], *, decay: float, eps: float) -> dict[str, float]:
+    mean, square = metrics["reward"], metrics["reward/std"] ** 2 + metrics["reward"] ** 2
+    if not state:
+        return {"mean": mean, "square": square}
+    return {"mean": decay * state["mean"] + (1 - decay) * mean, "square": decay * state["square"] + (1 - decay) * square}
+
+
+@variant(init=_init_running, update=_update_running)
+def running_zscore(
+    b: Minibatch, *, decay: Share = 0.9, eps: NonNegative = 1e-4, state: Mapping[str, float] = MappingProxyType({})
+) -> Tensor:
+    r"""Centred and scaled by exponentially weighted statistics of the rewards of earlier rollouts.
+
+    $$\hat A_i = \frac{r_i-\bar m}{\sqrt{\bar s-\bar m^2}+\epsilon},\qquad \bar m\leftarrow\lambda\bar m+(1-\lambda)\,\mathrm{mean}(r),\ \bar s\ \text{alike on}\ r^2$$
+
+    The first rollout uses its own statistics. Source: the seed document, knob ③ (sliding global statistics).
+    Fixes: unstable statistics of small groups. Costs: a baseline that lags and ignores the prompt.
+    """
+    r_N = b.return_N
+    if state:
+        mean, std = state["mean"], max(state["square"] - state["mean"] ** 2, 0.0) ** 0.5
+    else:
+        mean, std = float(r_N.mean()), float(_std(r_N, 0))
+    return ((r_N - mean) / (std + eps) if std + eps > 0 else torch.zeros_like(r_N)).unsqueeze(1)
+
+
+@variant(needs=("values",), token_advantage=True)
+def gae(b: Minibatch, *, gamma: UnitInterval = 1.0, lam: UnitInterval = 0.95, whiten: bool = True) -> tuple[Tensor, Tensor]:
+    r"""Generalised advantage estimation with a critic; returns (Â_NT, target_NT), the target being what the critic is trained towards.
+
+    $$\delta_t = r_t+\gamma V_{t+1}-V_t,\quad \hat A_t=\sum_{l\ge0}(\gamma\lambda)^l\delta_{t+l},\quad \mathrm{target}_t=\hat A_t+V_t$$
+
+    The reward arrives at a response's last token in the loss, a KL in the reward at its own token; after the last token V = 0. `whiten`:
+    Â is centred and scaled over the batch's tokens (the target is not). Source: GAE (1506.02438); PPO (1707.06347).
+    Fixes: credit for single tokens. Costs: a critic to train, and its bias.
+    """
+    mask_NT, value_NT = b.mask_NT, b.value_NT.masked_fill(~b.mask_NT, 0.0)
+    last_NT = mask_NT & (mask_NT.flip(1).cumsum(1).flip(1) == 1)
+    r_NT = torch.where(last_NT, b.r_N.unsqueeze(1), torch.zeros_like(value_NT))
+    if b.penalty_NT is not None:
+        r_NT = r_NT - b.penalty_NT
+    advantage_NT = torch.zeros_like(value_NT)
+    ahead_N, next_N = torch.zeros_like(b.r_N), torch.zeros_like(b.r_N)  # Â and V at the next token in the loss
+    for t in range(mask_NT.shape[1] - 1, -1, -1):
+        live_N = mask_NT[:, t]
+        delta_N = r_NT[:, t] + gamma * next_N - value_NT[:, t]
+        ahead_N = torch.where(live_N, delta_N + gamma * lam * ahead_N, ahead_N)
+        next_N = torch.where(live_N, value_NT[:, t], next_N)
+        advantage_NT[:, t] = torch.where(live_N, ahead_N, torch.zeros_like(ahead_N))
+    target_NT = advantage_NT + value_NT
+    live = advantage_NT[mask_NT]
+    if whiten and live.numel() > 1:
+        advantage_NT = ((advantage_NT - live.mean()) / (_std(live, 1) + 1e-8)).masked_fill(~mask_NT, 0.0)
+    return advantage_NT, target_NT
+
+
+@variant(needs=("steps",), token_advantage=True)
+def process_reward(b: Minibatch, *, ddof: Literal[0, 1] = 1, eps: NonNegative = 1e-4) -> Tensor:
+    r"""Step scores, normalised over all steps of the group; a token gets the sum of the steps that end at or after it.
+
+    $$\tilde r_k=\frac{r_k-\mathrm{mean}(R)}{\mathrm{std}(R)+\epsilon},\qquad \hat A_{i,t}=\sum_{k:\ \mathrm{end}(k)\ge t}\tilde r_k$$
+
+    R are the scores of all steps of all responses of the group; a group whose scores are all equal has Â = 0. A response without steps has Â = 0.
+    Source: DeepSeekMath (2402.03300), Sec. 4.1.3 (process supervision). Fixes: which step was wrong. Costs: needs a step verifier.
+    """
+    _, index_N = torch.unique(b.group_N, return_inverse=True)
+    end_NT = b.step_end_NT & b.mask_NT
+    score_NT = b.step_r_NT.masked_fill(~end_NT, 0.0)
+    count_N = _group_sum(end_NT.sum(1).to(score_NT.dtype), index_N)[index_N]
+    mean_N = _group_sum(score_NT.sum(1), index_N)[index_N] / count_N.clamp(min=1)
+    centred_NT = (score_NT - mean_N.unsqueeze(1)).masked_fill(~end_NT, 0.0)
+    std_N = (_group_sum((centred_NT**2).sum(1), index_N)[index_N] / (count_N - ddof).clamp(min=1)).sqrt()
+    high_N = score_NT.masked_fill(~end_NT, -torch.inf).amax(1)
+    low_N = score_NT.masked_fill(~end_NT, torch.inf).amin(1)
+    groups = int(index_N.max()) + 1 if index_N.numel() else 0
+    high_G = torch.full((groups,), -torch.inf, dtype=high_N.dtype).scatter_reduce_(0, index_N, high_N, "amax")
+    low_G = torch.full((groups,), torch.inf, dtype=low_N.dtype).scatter_reduce_(0, index_N, low_N, "amin")
+    mixed_N1 = (high_G > low_G)[index_N].unsqueeze(1)
+    normalised_NT = torch.where(mixed_N1 & end_NT, centred_NT / (std_N.unsqueeze(1) + eps), torch.zeros_like(centred_NT))
+    return normalised_NT.flip(1).cumsum(1).flip(1).masked_fill(~b.mask_NT, 0.0)
 
 
 def _choose_ratio(a_N: Tensor, n_N: Tensor, k: int) -> Tensor:

@@ -7,6 +7,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 from torch import Tensor
 
@@ -111,3 +114,39 @@ def soft_tanh(logw_NT: Tensor, now: Forward, b: Minibatch, *, tau: Positive = 1.
     Costs: no side is open, so the way back is not either.
     """
     return (1 + torch.tanh(tau * logw_NT) / tau) * b.advantage, torch.zeros_like(b.mask_NT)
+
+
+def _init_beta(*, beta: float, target: float) -> dict[str, float]:
+    return {"beta": beta}
+
+
+def _adapt_beta(state: dict[str, float], metrics: Mapping[str, float], *, beta: float, target: float) -> dict[str, float]:
+    """PPO's rule on the KL(π_old‖π_θ) that the whole rollout's updates realised."""
+    realised = metrics.get("kl_old/exact", metrics.get("kl_old/k3"))
+    if realised is None:
+        return state
+    factor = 0.5 if realised < target / 1.5 else 2.0 if realised > target * 1.5 else 1.0
+    return {"beta": state["beta"] * factor}
+
+
+@variant(needs=("old",), init=_init_beta, update=_adapt_beta, adaptive=True)
+def kl_penalty(
+    logw_NT: Tensor,
+    now: Forward,
+    b: Minibatch,
+    *,
+    beta: Positive = 1.0,
+    target: Positive = 0.01,
+    state: Mapping[str, float] = MappingProxyType({}),
+) -> tuple[Tensor, Tensor]:
+    r"""A penalty on the distance to π_old instead of a clip; β adapts so that a rollout's updates move the policy by `target` nats a token.
+
+    $$w\hat A - \beta_{old}\,(w - 1 - \log w),\qquad \beta\leftarrow\tfrac12\beta\ \text{if}\ d<d_{targ}/1.5,\quad 2\beta\ \text{if}\ d>1.5\,d_{targ}$$
+
+    w − 1 − log w estimates KL(π_old‖π_θ) from π_old's tokens, unbiased in value and gradient; d is that KL, measured after the rollout's
+    last update. Needs token_mean, so that β means the same at every length.
+    Source: PPO (1707.06347), Sec. 4 (adaptive KL penalty). Fixes: both open cells; no edge. Costs: β lags by one rollout.
+    """
+    penalty_NT = torch.exp(logw_NT) - 1 - logw_NT
+    gain_NT = torch.exp(logw_NT) * b.advantage - state.get("beta", beta) * penalty_NT
+    return gain_NT, torch.zeros_like(b.mask_NT)
