@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from grpo_repro.policy import Policy
-from grpo_repro.rollout.uniform import REWARD, uniform
 from grpo_repro.spec import base
 from grpo_repro.tasks import Task
 from grpo_repro.types import Prompt, Response, Rollout, UserError
+from grpo_repro.uniform import REWARD, uniform
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo_repro.types import Forward, Rollout
+from grpo_repro.types import ABSENT, Forward, Rollout
 
 SMALL_VOCABULARY = 4096  # up to here all logits are kept for the backward pass: faster, and twice differentiable
 # Their logits are lm_head(hidden), nothing more. Others (soft caps, logit scales) go through their own forward.
@@ -48,11 +48,11 @@ def forward(
     if model.config.model_type in PLAIN_HEADS and head.weight.shape[0] > SMALL_VOCABULARY and exact_ref is None:
         hidden_MD = _hidden(model, r)
         logp_M, entropy_M = _ChunkedHead.apply(hidden_MD, head.weight, head.bias, token_M, temperature or 1.0, chunk, entropy)
-        return Forward(place(logp_M), place(entropy_M) if entropy else None)
+        return Forward(place(logp_M), place(entropy_M) if entropy else ABSENT)
     logp_MV = torch.log_softmax(_logits(model, r) / (temperature or 1.0), -1)
     logp_NT = place(logp_MV.gather(-1, token_M[:, None])[:, 0])
-    kl_NT = None if exact_ref is None else place(_kl(logp_MV, exact_ref[:, : r.mask_NT.shape[1]][r.mask_NT]))
-    return Forward(logp_NT, place(_entropy(logp_MV.detach())) if entropy else None, kl_NT)
+    kl_NT = ABSENT if exact_ref is None else place(_kl(logp_MV, exact_ref[:, : r.mask_NT.shape[1]][r.mask_NT]))
+    return Forward(logp_NT, place(_entropy(logp_MV.detach())) if entropy else ABSENT, kl_NT)
 
 
 @torch.no_grad()

@@ -238,14 +238,21 @@ def _costs() -> dict[str, dict[str, Any]]:
     Profiles other than `full` are not committed themselves, so a fresh clone knows their cost from this file alone.
     """
     path = paths.results() / "cost.json"
-    costs = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    costs = _json(path) if path.is_file() else {}
     names = ablation_names()
     for file in sorted((paths.results() / "ablations").glob("*/*/provenance.json")):
-        told = json.loads(file.read_text(encoding="utf-8"))
+        told = _json(file)
         place = f"{file.parts[-3]}/{file.parts[-2]}"
         if file.parts[-2] == "full" or place not in costs:
             costs[place] = {"runs": told["runs"], "core_seconds": told["core_seconds"], "cpu": told["machines"][0]["cpu"]}
     return {place: cost for place, cost in costs.items() if place.split("/")[0] in names}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        raise UserError(f"{paths.shown(path)} cannot be read: delete it, and the command that wrote it makes it again.") from None
 
 
 def _between(text: str, name: str, content: str, where: Path) -> str:

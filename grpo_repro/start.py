@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import transformers
 
 from grpo_repro import policy as policies
 from grpo_repro import tasks, warmstart
@@ -16,6 +17,7 @@ from grpo_repro.types import UserError
 
 def load(run: Run, cache: Path) -> tuple[Policy, Task]:
     """The policy and the task of a run; warm starts and converted weights are kept under `cache`."""
+    transformers.utils.logging.disable_progress_bar()  # the run has a bar of its own
     if run.machine.threads:
         torch.set_num_threads(run.machine.threads)
     device = _device(run.machine.device)

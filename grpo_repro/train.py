@@ -25,9 +25,9 @@ from grpo_repro.measure import exam, kl_between, measure
 from grpo_repro.objective import Objective, loss, score
 from grpo_repro.policy import Policy
 from grpo_repro.rollout import sample
-from grpo_repro.rollout.uniform import ORDER, uniform
 from grpo_repro.tasks import Task
 from grpo_repro.types import ABSENT, Minibatch, NonFinite, Norm, Rollout, Scored
+from grpo_repro.uniform import ORDER, uniform
 
 Row = dict[str, float]
 

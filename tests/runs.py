@@ -80,6 +80,12 @@ def killed_once(run: Run, cache: Path) -> Iterator[dict[str, float]]:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def interrupts_itself(run: Run, cache: Path) -> Iterator[dict[str, float]]:
+    """As a terminal does, whose Ctrl-C reaches every process of the group."""
+    os.kill(os.getpid(), signal.SIGINT)
+    yield from fake(run, cache)
+
+
 def always_killed(run: Run, cache: Path) -> Iterator[dict[str, float]]:
     for row in fake(run, cache):
         yield row

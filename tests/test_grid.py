@@ -92,6 +92,10 @@ def test_a_killed_worker_is_replaced_and_its_run_made_again(toy: Ablation, capfd
     assert "its worker died (exit code -9); once more" in capfd.readouterr().err
 
 
+def test_ctrl_c_is_the_parents_to_handle(toy: Ablation) -> None:
+    assert len(grid.run_grid(toy, "smoke", processes=1, trainer=runs.interrupts_itself)) == 2
+
+
 def test_runs_that_cannot_be_made_are_named_at_the_end_and_the_others_stay(toy: Ablation) -> None:
     with pytest.raises(UserError, match=r"1 of 2 runs are missing.*main/high seed 0"):
         grid.run_grid(toy, "smoke", processes=1, trainer=runs.always_killed)

@@ -20,7 +20,7 @@ MODULES = {
 
 # Data flows to the right; a module imports from its left only. A package counts as one; an inner module may have its own place.
 ORDER = """
-    types rollout.uniform uniform strict_yaml paths progress spec tasks knobs objective presets config catalogue exact
+    types uniform strict_yaml paths progress spec tasks knobs objective presets config catalogue exact
     smollm2 policy logprobs rollout warmstart start judge metrics measure checkpoint distributed train
     record trackers stats claims ablation grid single style figures report notebook doctor explain scaffold cli __main__
 """.split()  # noqa: SIM905

@@ -20,7 +20,7 @@ from tqdm import tqdm
 for i in tqdm(range(1000)):
     pass
 for i in range(50):
-    print(i)
+    print(i, flush=True)
 print(grpo_repro.__file__, results_dir, sys.prefix)
 warnings.warn("a warning names its file")"""
 

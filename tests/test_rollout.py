@@ -25,8 +25,8 @@ from transformers import (
 from grpo_repro import rollout as rollouts
 from grpo_repro.policy import Policy, tiny
 from grpo_repro.rollout import decoder, sample
-from grpo_repro.rollout.uniform import DATA, REWARD, TOKENS, draw, uniform
 from grpo_repro.types import NonFinite, Prompt, UserError
+from grpo_repro.uniform import DATA, REWARD, TOKENS, draw, uniform
 
 WORD = 2**64
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}

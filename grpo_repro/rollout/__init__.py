@@ -9,8 +9,8 @@ from torch import Tensor
 
 from grpo_repro.policy import Policy
 from grpo_repro.rollout import decoder, generate
-from grpo_repro.rollout.uniform import TOKENS, uniform
 from grpo_repro.types import NonFinite, Prompt, Rollout, UserError
+from grpo_repro.uniform import TOKENS, uniform
 
 ENGINES = {"decoder": decoder.decode, "transformers": generate.generate}
 

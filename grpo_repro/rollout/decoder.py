@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from grpo_repro.rollout.uniform import draw
+from grpo_repro.uniform import draw
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 COMPACT = 0.9  # drop finished rows once the live ones are at most this share (measured: .8 to .95 are equal, .5 and 1 slower)

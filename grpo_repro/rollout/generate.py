@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from grpo_repro.rollout.uniform import draw
+from grpo_repro.uniform import draw
 
 
 class _IndexedDraw(LogitsProcessor):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from grpo_repro.rollout.uniform import DATA, uniform
 from grpo_repro.types import Prompt, UserError
+from grpo_repro.uniform import DATA, uniform
 
 Encode = Callable[[str], tuple[int, ...]]
 
