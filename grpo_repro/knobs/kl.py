@@ -100,9 +100,9 @@ def full(now: Forward, b: Minibatch, *, beta: NonNegative) -> Tensor:
 def forward(now: Forward, b: Minibatch, *, beta: NonNegative) -> Tensor:
     r"""The forward KL by name: what k3 in the loss really descends.
 
-    $$\beta\Big(sg\Big[\frac{\pi_{ref}}{\pi_\theta}\Big]\cdot\big(-\log\pi_\theta\big) + sg\Big[\frac{\pi_{ref}}{\pi_\theta}\log\pi_{ref}\Big]\Big)$$
+    $$\beta\,sg\Big[\frac{\pi_{ref}}{\pi_\theta}\Big]\,\big(\log\pi_{ref} - \log\pi_\theta\big)$$
 
-    Estimates KL(π_ref‖π_θ) with tokens drawn from π_θ; gradient in expectation ∇KL(π_ref‖π_θ). Source: CLAIMS A2; NeMo and others have k3 only.
+    Estimates KL(π_ref‖π_θ) with tokens drawn from π_θ; its expected gradient is ∇KL(π_ref‖π_θ). Source: definition.
     Fixes: says which divergence is penalised. Costs: mass-covering; unbounded weight where π_θ ≪ π_ref.
     """
     weight_NT = torch.exp(_d(now, b)).detach()

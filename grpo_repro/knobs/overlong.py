@@ -37,7 +37,7 @@ def mask(r_N: Tensor, b: Minibatch) -> tuple[Tensor, Tensor]:
 def soft_penalty(r_N: Tensor, b: Minibatch, *, cache: Annotated[int, Field(ge=1)]) -> tuple[Tensor, Tensor]:
     r"""A penalty that grows over the last `cache` tokens before the limit.
 
-    $$R_{len} = 0\ \text{if}\ |y|\le L_{max}-L_{cache};\quad \frac{(L_{max}-L_{cache})-|y|}{L_{cache}}\ \text{up to}\ L_{max};\quad -1\ \text{if cut}$$
+    $$r_i - \min\Big(1,\ \max\Big(0,\ \frac{|y_i|-(L_{max}-L_{cache})}{L_{cache}}\Big)\Big),\quad r_i - 1\ \text{if cut}$$
 
     Source: DAPO (2503.14476), Soft Overlong Punishment: L_max 20480, L_cache 4096. A response that was cut counts as longer than L_max.
     Fixes: a gradient against length before the wall. Costs: an opinion on length in the reward.
