@@ -20,9 +20,8 @@ def initial(objective: Objective) -> dict[str, State]:
 
 def bound(objective: Objective, states: Mapping[str, State]) -> Objective:
     """The objective with every state in its variant's hands."""
-    return replace(
-        objective, **{slot: functools.partial(getattr(objective, slot), state=state) for slot, state in states.items()}
-    )
+    held: dict[str, Any] = {slot: functools.partial(getattr(objective, slot), state=state) for slot, state in states.items()}
+    return replace(objective, **held)
 
 
 def updated(objective: Objective, states: Mapping[str, State], metrics: Mapping[str, float]) -> dict[str, State]:

@@ -79,7 +79,7 @@ def batch_std(b: Minibatch, *, ddof: Literal[0, 1] = 1, eps: NonNegative = 1e-4)
 def batch_zscore(b: Minibatch, *, ddof: Literal[0, 1] = 1, eps: NonNegative = 1e-4) -> Tensor:
     r"""Centred and scaled by the whole batch; no group at all. A KL in the reward is charged to the tokens that follow it.
 
-    $$\hat A_{i,t} = \frac{A_{i,t} - \mathrm{mean}_{batch}(A)}{\mathrm{std}_{batch}(A)+\epsilon},\qquad A_{i,t} = r_i - \sum_{j\ge t}\beta k_{1,j}$$
+    $$\hat A_{i,t} = \frac{A_{i,t} - \mathrm{mean}(A)}{\mathrm{std}(A)+\epsilon},\quad A_{i,t} = r_i - \sum_{j\ge t}\beta k_{1,j}$$
 
     The batch statistics are over tokens, as in the paper's code. Source: REINFORCE++ (2501.03262).
     Fixes: no prompt-wise scale, so no overfitting to it. Costs: the baseline ignores how hard the prompt is.
@@ -145,9 +145,9 @@ def running_zscore(
 ) -> Tensor:
     r"""Centred and scaled by exponentially weighted statistics of the rewards of earlier rollouts.
 
-    $$\hat A_i = \frac{r_i-\bar m}{\sqrt{\bar s-\bar m^2}+\epsilon},\qquad \bar m\leftarrow\lambda\bar m+(1-\lambda)\,\mathrm{mean}(r),\ \bar s\ \text{alike on}\ r^2$$
+    $$\hat A_i = \frac{r_i-\bar m}{\sqrt{\bar s-\bar m^2}+\epsilon},\quad \bar m\leftarrow\lambda\bar m+(1-\lambda)\,\mathrm{mean}(r)$$
 
-    The first rollout uses its own statistics. Source: the seed document, knob ③ (sliding global statistics).
+    s̄ is the same average of r². The first rollout uses its own statistics. Source: the seed document, knob ③ (sliding global statistics).
     Fixes: unstable statistics of small groups. Costs: a baseline that lags and ignores the prompt.
     """
     r_N = b.return_N
@@ -194,7 +194,7 @@ def process_reward(b: Minibatch, *, ddof: Literal[0, 1] = 1, eps: NonNegative = 
 
     $$\tilde r_k=\frac{r_k-\mathrm{mean}(R)}{\mathrm{std}(R)+\epsilon},\qquad \hat A_{i,t}=\sum_{k:\ \mathrm{end}(k)\ge t}\tilde r_k$$
 
-    R are the scores of all steps of all responses of the group; a group whose scores are all equal has Â = 0. A response without steps has Â = 0.
+    R are the scores of all steps of all responses of the group. Â = 0 in a group whose scores are all equal, and without steps.
     Source: DeepSeekMath (2402.03300), Sec. 4.1.3 (process supervision). Fixes: which step was wrong. Costs: needs a step verifier.
     """
     _, index_N = torch.unique(b.group_N, return_inverse=True)

@@ -81,7 +81,7 @@ def truncate(
 
     $$sg\big[\mathrm{clip}(w,\ w_{min},\ w_{max})\big]\,\hat A\,\log\pi_\theta$$
 
-    Source: CISPO, MiniMax-M1 (2506.13585); the cap was never published and frameworks disagree (CLAIMS E2), so it is an absolute bound here.
+    Source: CISPO, MiniMax-M1 (2506.13585); the cap was never published and frameworks disagree on it, so it is an absolute bound here.
     Fixes: rare tokens that PPO's clip drops after the first update keep their gradient. Costs: nothing stops a policy that has moved far.
     """
     w_NT = torch.exp(logw_NT).detach()
@@ -94,7 +94,7 @@ def soft_sigmoid(
 ) -> tuple[Tensor, Tensor]:
     r"""A sigmoid gate instead of an edge.
 
-    $$f(w)\,\hat A,\quad f(w)=\frac4\tau\,\sigma\big(\tau(w-1)\big),\quad \tau=\tau_{pos}\ \text{or}\ \tau_{neg}\ \text{by the sign of}\ \hat A$$
+    $$f(w)\,\hat A,\quad f(w)=\frac4\tau\,\sigma\big(\tau(w-1)\big),\quad \tau=\tau_{pos}\ \text{if}\ \hat A>0\ \text{else}\ \tau_{neg}$$
 
     Its weight on ∇log π is w·sech²(τ(w−1)/2): 1 at w = 1, more than the on-policy weight for 1 < w < 3.3 (τ = 1), then falling to 0.
     Source: SAPO (2511.20347). Fixes: the jump of a hard clip's gradient to 0. Costs: amplifies where it should hold.
@@ -141,10 +141,10 @@ def kl_penalty(
 ) -> tuple[Tensor, Tensor]:
     r"""A penalty on the distance to π_old instead of a clip; β adapts so that a rollout's updates move the policy by `target` nats a token.
 
-    $$w\hat A - \beta_{old}\,(w - 1 - \log w),\qquad \beta\leftarrow\tfrac12\beta\ \text{if}\ d<d_{targ}/1.5,\quad 2\beta\ \text{if}\ d>1.5\,d_{targ}$$
+    $$w\hat A - \beta_{old}\,(w - 1 - \log w)$$
 
-    w − 1 − log w estimates KL(π_old‖π_θ) from π_old's tokens, unbiased in value and gradient; d is that KL, measured after the rollout's
-    last update. Needs token_mean, so that β means the same at every length.
+    w − 1 − log w estimates KL(π_old‖π_θ) from π_old's tokens, unbiased in value and gradient. With d that KL after the rollout's last
+    update, β halves where d < d_targ/1.5 and doubles where d > 1.5·d_targ. Needs token_mean, so that β means the same at every length.
     Source: PPO (1707.06347), Sec. 4 (adaptive KL penalty). Fixes: both open cells; no edge. Costs: β lags by one rollout.
     """
     penalty_NT = torch.exp(logw_NT) - 1 - logw_NT

@@ -15,7 +15,7 @@ from grpo_repro.types import Forward, Minibatch, Positive, variant
 def dppo_tv(now: Forward, b: Minibatch, *, eps_low: Positive = 0.2, eps_high: Positive = 0.2) -> Tensor:
     r"""Drops a token once its probability has moved too far in the favourable direction, whatever its ratio.
 
-    $$\mathbb 1\big[\hat A\le0\ \text{or}\ \pi_\theta-\mu\le\varepsilon_{high}\big]\cdot\mathbb 1\big[\hat A\ge0\ \text{or}\ \mu-\pi_\theta\le\varepsilon_{low}\big]$$
+    $$\mathbb 1[\hat A\le0\ \lor\ \pi_\theta-\mu\le\varepsilon_{high}]\cdot\mathbb 1[\hat A\ge0\ \lor\ \mu-\pi_\theta\le\varepsilon_{low}]$$
 
     Anchored to the sampler μ, not to π_old. Source: DPPO (2602.04879), total variation of the one token seen, ±.2.
     Fixes: a ratio over-clips rare tokens and under-clips frequent ones. Costs: the token's own probability is a lower bound of the TV.
