@@ -199,7 +199,7 @@ def _change(text: str) -> tuple[str, Any]:
 def _print_claims(title: str, results: list[Result], verdicts: dict[str, Result]) -> None:
     from grpo_repro import claims
 
-    table = _table(title, claim=None, predicted=None, here=None, full=None)
+    table = _table(title, claim=38, predicted=None, here=None, full=None)
     for r in results:
         said = f"{r.claim.id}\n[dim]{escape(r.claim.says)} ({escape(r.claim.source)})[/dim]"
         committed = verdicts.get(r.claim.id)

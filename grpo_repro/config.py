@@ -17,7 +17,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from grpo_repro import NUMERICS, knobs, presets, strict_yaml
+from grpo_repro import NUMERICS, knobs, presets, strict_yaml, tasks
 from grpo_repro.objective import Objective
 from grpo_repro.spec import Spec, nearest, problem, unbind
 from grpo_repro.types import NonNegative, Positive, Share, UserError
@@ -88,8 +88,14 @@ class Run(Strict):
         return build_objective(self.objective)
 
     def key(self) -> str:
-        """What the run's numbers depend on, hashed: the config without name, machine and trackers, plus the numerics version."""
-        data = self.model_dump(exclude={"name", "machine", "report_to"})
+        """What the run's numbers depend on, hashed: the config without its name, machine and trackers, plus the numerics version.
+
+        Only what differs from a default counts, so a new setting or knob, off by default, leaves recorded runs valid.
+        """
+        data = self.model_dump(mode="json", exclude={"name", "machine", "report_to", "objective", "task"}, exclude_defaults=True)
+        plain = objective_spec(Objective(), brief=True)
+        data["objective"] = {k: v for k, v in objective_spec(self.built(), brief=True).items() if v != plain[k]}
+        data["task"] = unbind(tasks.bound(self.task), brief=True)
         text = json.dumps({"numerics": NUMERICS, **data}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -123,10 +129,10 @@ def build_objective(spec: Mapping[str, Any]) -> Objective:
     return replace(start, **chosen)
 
 
-def objective_spec(objective: Objective) -> dict[str, Spec | list[Spec]]:
-    """Every slot written out: what a run records, and what makes two spellings of one objective the same run."""
+def objective_spec(objective: Objective, *, brief: bool = False) -> dict[str, Spec | list[Spec]]:
+    """Every slot written out, for the record; `brief`: parameters at their default left out."""
     slots = {f.name: getattr(objective, f.name) for f in fields(objective)}
-    return {k: [unbind(g) for g in v] if isinstance(v, tuple) else unbind(v) for k, v in slots.items()}
+    return {k: [unbind(g, brief=brief) for g in v] if isinstance(v, tuple) else unbind(v, brief=brief) for k, v in slots.items()}
 
 
 def parse_run(data: Mapping[str, Any], where: str) -> Run:
@@ -135,8 +141,6 @@ def parse_run(data: Mapping[str, Any], where: str) -> Run:
         run = Run.model_validate(dict(data))
     except ValidationError as error:
         raise UserError(f"{where}: {_explain(error, Run)}") from None
-    from grpo_repro import tasks  # tasks are checked by their own signatures
-
     try:
         tasks.bound(run.task)
         objective = build_objective(run.objective)

@@ -21,7 +21,16 @@ from grpo_repro.spec import nearest
 from grpo_repro.types import UserError
 
 QUIET = ("--HistoryManager.enabled=False", "--log-level=40")
-DRAWS = ("figures", "claims", "stats", "report", "notebook", "record")  # modules whose change makes an executed notebook stale
+DRAWS = (
+    "figures",
+    "style",
+    "claims",
+    "stats",
+    "exact",
+    "report",
+    "notebook",
+    "record",
+)  # modules whose change makes an executed notebook stale
 
 
 def execute(name: str, profile: str, **changes: Any) -> tuple[Path, bool]:

@@ -44,12 +44,12 @@ def bind(what: str, known: Mapping[str, Callable[..., Any]], spec: Spec | Mappin
     return functools.partial(function, **values) if values else function
 
 
-def unbind(bound: Callable[..., Any]) -> Spec:
-    """The inverse of `bind`, with every parameter written out."""
+def unbind(bound: Callable[..., Any], *, brief: bool = False) -> Spec:
+    """The inverse of `bind`, with every parameter written out; `brief`: only those that differ from their default."""
     function = base(bound)
     values = bound.keywords if isinstance(bound, functools.partial) else {}
     defaults = {k: p.default for k, p in parameters(function).items() if p.default is not inspect.Parameter.empty}
-    params = {**defaults, **values}
+    params = {k: v for k, v in values.items() if k not in defaults or v != defaults[k]} if brief else {**defaults, **values}
     return {"name": function.__name__, **params} if params else str(function.__name__)
 
 

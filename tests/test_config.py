@@ -285,3 +285,24 @@ def test_every_ablation_loads_in_every_profile_and_has_one_primary_claim(path: P
     assert loaded.profile("full").seeds >= 10
     assert not loaded.profile("quick").decide
     assert sum(claim.primary for claim in loaded.claims) == 1
+
+
+def test_a_new_setting_off_by_default_leaves_recorded_runs_valid() -> None:
+    """The key counts what differs from a default; spelling a default out, or naming the run otherwise, is the same run."""
+    short = {"name": "a", "task": "short", "objective": {"preset": "grpo"}}
+    spelled = {
+        "name": "b",
+        "task": {"name": "short"},
+        "objective": {"preset": "grpo", "advantage": {"name": "group_zscore", "ddof": 1, "eps": 1e-4}, "transform": "none"},
+        "scale": {"lr": 5e-4, "grad_clip": 1.0},
+        "machine": {"token_budget": 77},
+    }
+    assert config.parse_run(short, "a").key() == config.parse_run(spelled, "b").key()
+    for path, value in (
+        ("seed", 1),
+        ("scale.lr", 1e-3),
+        ("objective.kl", {"name": "k3", "beta": 0.1}),
+        ("objective.advantage.ddof", 0),
+    ):
+        changed = {**short, "objective": {"preset": "grpo", "advantage": {"name": "group_zscore", "ddof": 1}}}
+        assert config.parse_run(config.merged(changed, {path: value}), "c").key() != config.parse_run(short, "a").key(), path
