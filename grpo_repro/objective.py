@@ -85,9 +85,11 @@ def score(objective: Objective, b: Minibatch) -> Scored:
 def loss(objective: Objective, now: Forward, b: Minibatch, norm: Norm) -> tuple[Tensor, Parts]:
     """−J of one micro-batch: a partial sum, whose sum over micro-batches and ranks is the whole minibatch's loss.
 
-    Only `now` carries gradient. Masked tokens contribute exactly 0 to value and gradient, whatever they hold.
+    Only `now` carries gradient. Masked tokens contribute exactly 0 to value and gradient, whatever they hold; with every token masked
+    both are 0. Raises NonFinite when a token in the loss has a log-prob (or Â) that is not a number, UserError when shapes disagree.
     """
     now, b = now.masked(b.mask_NT), b.masked()
+    _finite_inputs(now, b)
     logw_NT = objective.ratio(now, b)
     gain_NT, hit_NT = objective.clip(logw_NT, now, b)
     for gate in objective.gate:
@@ -98,6 +100,22 @@ def loss(objective: Objective, now: Forward, b: Minibatch, norm: Norm) -> tuple[
     total = -(weight_NT * per_token_NT.masked_fill(~b.mask_NT, 0.0)).sum()
     parts = Parts(logw_NT.detach(), gain_NT.detach(), hit_NT, kl_NT.detach(), weight_NT)
     return total, parts
+
+
+def _finite_inputs(now: Forward, b: Minibatch) -> None:
+    """One number is brought to the host; only where it is not finite is each tensor looked at."""
+    read = {
+        "the policy's log-prob (π_θ, knob ①)": now.logp_NT,
+        "the exact KL (knob ⑤)": now.exact_kl_NT,
+        "the old policy's log-prob (π_old, knob ①)": b.old_NT,
+        "the sampler's log-prob (μ, knob ① correction)": b.sampler_NT,
+        "the reference's log-prob (π_ref, knob ⑤)": b.ref_NT,
+        "advantage (knob ③)": b.advantage,
+    }
+    present = [x.detach().sum() for x in read.values() if x is not None]
+    if not torch.isfinite(torch.stack(present).sum()):
+        for what, x in read.items():
+            _finite(what, x)
 
 
 def _finite(what: str, x: Tensor | None) -> None:

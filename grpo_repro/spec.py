@@ -24,7 +24,8 @@ def public(module: Any) -> dict[str, Callable[..., Any]]:
 def bind(what: str, known: Mapping[str, Callable[..., Any]], spec: Spec | Mapping[str, Any]) -> Callable[..., Any]:
     """`ppo` or `{name: ppo, eps_low: .2}` → the function of that name with its keyword-only parameters bound and checked.
 
-    Raises UserError for an unknown name, an unknown parameter or a value out of range, and says what is allowed.
+    Raises UserError for an unknown name, an unknown parameter, a value out of range or values that exclude each other (the
+    variant's `validate`), and says what is allowed.
     """
     params = dict(spec) if isinstance(spec, Mapping) else {}
     name = params.pop("name", None) if isinstance(spec, Mapping) else spec
@@ -41,6 +42,8 @@ def bind(what: str, known: Mapping[str, Callable[..., Any]], spec: Spec | Mappin
         values = model(**params).model_dump()
     except ValidationError as error:
         raise UserError(f"{what}.{name}.{problem(error)}") from None
+    if (validate := getattr(function, "validate", None)) and (wrong := validate(**values)):
+        raise UserError(f"{what}.{name}: {wrong}.")
     return functools.partial(function, **values) if values else function
 
 

@@ -35,18 +35,20 @@ def variant(
     needs: tuple[str, ...] = (),
     init: Callable[..., dict[str, float]] | None = None,
     update: Callable[..., dict[str, float]] | None = None,
+    validate: Callable[..., str | None] | None = None,
     **traits: bool,
 ) -> Callable[[F], F]:
     """Mark a knob's function with what it `needs` (⊆ old, sampler, ref, values, steps, full_logits) and with its traits.
 
     The loop computes nothing that no variant needs; `check()` reads traits, never names. A variant with a memory takes a keyword
     `state` and has `init(**params)` → state and `update(state, metrics, **params)` → state, called once a rollout (adaptive.py).
+    `validate(**params)` → a sentence where parameters, each in its range, make no sense together; `spec.bind` raises it.
     """
 
     def mark(function: F) -> F:
         function.needs = frozenset(needs)  # type: ignore[attr-defined]
         function.traits = frozenset(name for name, on in traits.items() if on)  # type: ignore[attr-defined]
-        function.init, function.update = init, update  # type: ignore[attr-defined]
+        function.init, function.update, function.validate = init, update, validate  # type: ignore[attr-defined]
         return function
 
     return mark
@@ -96,6 +98,7 @@ class Rollout:
     mask_NT: Tensor  # bool, tokens the policy drew (a token inserted by the environment is present, but False here)
     sampler_NT: Tensor  # float32, log-prob recorded when drawn, at the sampling temperature
     cut_N: Tensor  # bool, no end token within the limit
+    support_NTV: Tensor = ABSENT  # bool, with top-p or top-k: the tokens that could be drawn, for the trainer to renormalise over
 
     def rows(self, index_K: Tensor) -> Rollout:
         return replace(self, **{k: v[index_K] for k, v in _tensors(self).items()})
@@ -112,6 +115,7 @@ class Forward:
 
     def masked(self, mask_NT: Tensor) -> Forward:
         """Exactly 0, in value and gradient, wherever the mask is False."""
+        _fit(self, mask_NT)
         return Forward(**{k: v.masked_fill(~mask_NT, 0.0) for k, v in _tensors(self).items()})
 
 
@@ -141,6 +145,7 @@ class Minibatch:
 
     def masked(self) -> Minibatch:
         """Detached, and 0 wherever the mask is False, whatever was there (NaN and infinities included)."""
+        _fit(self, self.mask_NT)
         frozen = {k: v.detach() for k, v in _tensors(self).items()}
         at_tokens = {k: v for k, v in frozen.items() if v.shape == self.mask_NT.shape and v.is_floating_point()}
         return replace(self, **{**frozen, **{k: v.masked_fill(~self.mask_NT, 0.0) for k, v in at_tokens.items()}})
@@ -201,6 +206,16 @@ class Norm:
             sign_rows=signs_rows,
             sign_tokens=signs_tokens,
         )
+
+
+def _fit(data: Forward | Minibatch, mask_NT: Tensor) -> None:
+    """Raises UserError where a tensor has not one number a token of the mask: broadcasting would hide it."""
+    for name, x in _tensors(data).items():
+        if name.endswith("_NT") and x.shape != mask_NT.shape:
+            kind, shape, tokens = type(data).__name__, tuple(x.shape), tuple(mask_NT.shape)
+            raise UserError(
+                f"{kind}.{name} has shape {shape}, but the mask of the minibatch has {tokens}; give one number a token."
+            )
 
 
 def _tensors(data: Any) -> dict[str, Any]:

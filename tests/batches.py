@@ -80,7 +80,7 @@ def random_batch(seed: int, dtype: torch.dtype = F64, drift: float = 0.3, tokens
     def around(center_NT: Tensor, by: float) -> Tensor:
         return center_NT + by * torch.randn(rows, tokens, generator=g, dtype=dtype)
 
-    logp_NT = around(torch.full((rows, tokens), -2.0, dtype=dtype), 0.7)
+    logp_NT = around(torch.full((rows, tokens), -2.0, dtype=dtype), 0.7).clamp(max=-1e-3)
     old_NT = around(logp_NT, drift)
     now = Forward(
         logp_NT=logp_NT.requires_grad_(),
@@ -96,11 +96,12 @@ def random_batch(seed: int, dtype: torch.dtype = F64, drift: float = 0.3, tokens
         cut_N=torch.rand(rows, generator=g) < 0.25,
         limit=tokens + 2,
         old_NT=old_NT.detach(),
-        sampler_NT=around(old_NT, drift).detach(),
+        sampler_NT=around(old_NT, drift).detach().clamp(max=-1e-3),
         ref_NT=around(logp_NT, 2 * drift).detach(),
         value_NT=around(torch.zeros(rows, tokens, dtype=dtype), 1.0),
         target_NT=around(torch.zeros(rows, tokens, dtype=dtype), 1.0),
-        step_end_NT=mask_NT & (torch.rand(rows, tokens, generator=g) < 0.3),
+        step_end_NT=mask_NT & (torch.rand(rows, tokens, generator=g) < 0.4),
+        step_r_NT=torch.randint(0, 3, (rows, tokens), generator=g).to(dtype) / 2,
         prompt_weight_N=torch.ones(rows, dtype=dtype),
     )
     return now, b
@@ -113,9 +114,15 @@ def plain(now: Forward, b: Minibatch) -> oracle.Batch:
         assert x is not None
         return x.detach().tolist()
 
-    logp = [[torch.tensor(v, dtype=F64, requires_grad=True) for v in row] for row in lists(now.logp_NT)]
-    old, sampler, ref = lists(b.old_NT), lists(b.sampler_NT), lists(b.ref_NT)
-    return oracle.Batch(logp, old, sampler, ref, lists(b.mask_NT), lists(b.r_N), lists(b.group_N), lists(b.cut_N), b.limit)
+    x: dict[str, Any] = {
+        "logp": [[torch.tensor(v, dtype=F64, requires_grad=True) for v in row] for row in lists(now.logp_NT)],
+        "exact": lists(now.exact_kl_NT),
+        "step_end": lists(b.step_end_NT),
+    }
+    at_tokens = {"old": b.old_NT, "sampler": b.sampler_NT, "ref": b.ref_NT, "value": b.value_NT, "step_r": b.step_r_NT}
+    at_rows = {"r": b.r_N, "group": b.group_N, "cut": b.cut_N, "length": b.length_N}
+    x |= {k: lists(v) for k, v in {**at_tokens, **at_rows, "mask": b.mask_NT}.items()}
+    return oracle.Batch(**x, limit=b.limit)
 
 
 def oracle_spec(objective: Objective) -> dict[str, Any]:
@@ -130,14 +137,18 @@ def oracle_spec(objective: Objective) -> dict[str, Any]:
 
 
 def every_variant(slot: str) -> Iterator[Any]:
-    """Each variant of a slot, in each combination of its Literal parameters; a parameter without default is .1."""
+    """Each variant of a slot, in each combination of its words and switches; a number without default is .1, or 3 where it counts."""
     for name, function in knobs.variants(slot).items():
-        options = {}
+        if (slot, name) == ("kl_in_reward", "full"):  # refused: only the policy in the loss has it
+            continue
+        options: dict[str, tuple[Any, ...]] = {}
         for key, p in parameters(function).items():
             if get_origin(p.annotation) is Literal:
                 options[key] = get_args(p.annotation)
+            elif p.annotation is bool:
+                options[key] = (True, False)
             elif p.default is inspect.Parameter.empty:
-                options[key] = (0.1,)
+                options[key] = (3 if get_args(p.annotation)[:1] == (int,) else 0.1,)
         for values in itertools.product(*options.values()):
             yield {"name": name, **dict(zip(options, values, strict=True))}
 

@@ -28,7 +28,12 @@ class Batch:
     r: list[float]
     group: list[int]
     cut: list[bool]
+    length: list[int]
     limit: int
+    exact: list[list[float]]  # KL(π_θ‖π_ref) over the vocabulary
+    value: list[list[float]]  # a critic's
+    step_end: list[list[bool]]
+    step_r: list[list[float]]
 
     def tokens(self, i: int) -> list[int]:
         return [t for t, inside in enumerate(self.mask[i]) if inside]
@@ -41,6 +46,11 @@ def bounded(x: Any) -> Any:
 
 def exp(x: Any) -> Any:
     return torch.exp(x) if isinstance(x, torch.Tensor) else math.exp(x)
+
+
+def number(x: Any) -> float:
+    """sg[x]"""
+    return float(x.detach()) if isinstance(x, torch.Tensor) else float(x)
 
 
 # ① ratio: log w of token t of response i
@@ -84,52 +94,172 @@ def correction(spec: Spec, x: Batch, i: int, t: int) -> float:
     raise NotImplementedError(f"correction {spec['name']}")
 
 
-# ② clip
+# ② clip and gates, of a token's log w and Â
 
 
-def gain(spec: Spec, w: Any, a: float) -> Any:
-    if spec["name"] == "none":
+def gain(spec: Spec, logw: Any, a: float, logp: Any) -> Any:
+    name, w = spec["name"], exp(logw)
+    if name == "none":
         return w * a
-    if spec["name"] == "ppo":
+    if name == "ppo":
         low, high = spec["eps_low"], spec["eps_high"]  # None: that side has no bound
         if a >= 0:  # min(w, clip(w))·a: only the upper side can bind
             return (1 + high) * a if high is not None and w > 1 + high else w * a
         return (1 - low) * a if low is not None and w < 1 - low else w * a
-    raise NotImplementedError(f"clip {spec['name']}")
+    if name == "dual":
+        return spec["w_max"] * a if a < 0 and w > spec["w_max"] else gain({**spec, "name": "ppo"}, logw, a, logp)
+    if name == "truncate":
+        return min(max(number(w), spec["w_min"]), spec["w_max"]) * a * logp
+    if name == "soft_sigmoid":
+        tau = spec["tau_pos"] if a > 0 else spec["tau_neg"]
+        return 4 / tau / (1 + exp(-tau * (w - 1))) * a
+    if name == "soft_tanh":
+        tanh = 1 - 2 / (exp(2 * spec["tau"] * logw) + 1)
+        return (1 + tanh / spec["tau"]) * a
+    if name == "kl_penalty":
+        return w * a - spec.get("state", {}).get("beta", spec["beta"]) * (w - 1 - logw)
+    raise NotImplementedError(f"clip {name}")
 
 
-# ③ advantage, of the returns of one group
+def passes(spec: Spec, x: Batch, i: int, t: int, a: float) -> bool:
+    name = spec["name"]
+    if name == "off_policy":
+        gone = sum(x.old[i][u] - number(x.logp[i][u]) for u in x.tokens(i)) / len(x.tokens(i))
+        return not (a < 0 and gone > spec["delta"])
+    p, q = math.exp(x.sampler[i][t]), math.exp(number(x.logp[i][t]))
+    if name == "dppo_tv":
+        return not (a > 0 and q - p > spec["eps_high"]) and not (a < 0 and p - q > spec["eps_low"])
+    if name == "dppo_kl":
+        far = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+        return not (far > spec["eps"] and ((a > 0 and q > p) or (a < 0 and q < p)))
+    raise NotImplementedError(f"gate {name}")
 
 
-def advantages(spec: Spec, r: list[float]) -> list[float]:
-    g = len(r)
+# ③ transforms and advantages: a number for every token of every row
+
+
+def transformed(spec: Spec, r: dict[int, float], group: list[int]) -> dict[int, float]:
+    if spec["name"] == "none":
+        return r
+    if spec["name"] == "sigmoid":
+        return {i: 1 / (1 + math.exp(-(v - spec["center"]) / spec["scale"])) for i, v in r.items()}
+    if spec["name"] == "rank":
+        out = {}
+        for i, v in r.items():
+            others = [r[j] for j in r if group[j] == group[i] and j != i]
+            points = sum(1.0 if o < v else 0.5 if o == v else 0.0 for o in others)
+            out[i] = points / len(others) if others else 0.5
+        return out
+    raise NotImplementedError(f"transform {spec['name']}")
+
+
+def spread(values: list[float], ddof: int) -> float:
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((v - mean) ** 2 for v in values) / max(len(values) - ddof, 1))
+
+
+def whitened(values: list[float], ddof: int, eps: float) -> list[float]:
+    if all(v == values[0] for v in values):
+        return [0.0] * len(values)
+    mean, std = sum(values) / len(values), spread(values, ddof)
+    return [(v - mean) / (std + eps) for v in values]
+
+
+def group_advantages(spec: Spec, r: list[float], raw: list[float], batch: list[float]) -> list[float]:
+    """Of one group, from its returns `r`; `raw` are the rewards without a KL, `batch` the returns of the whole rollout."""
+    name, g = spec["name"], len(r)
+    if name == "pass_at_k":
+        k = spec["k"]
+        right = [v == max(raw) and v > 0 for v in raw]
+        wrong = right.count(False)
+        if k > g:
+            return [0.0] * g
+        fail = math.comb(wrong, k) / math.comb(g, k)
+        sigma = math.sqrt(fail * (1 - fail))
+        if sigma == 0:
+            return [0.0] * g
+        low = fail - math.comb(wrong - 1, k - 1) / math.comb(g - 1, k - 1) if wrong else 0.0
+        return [(fail if good else low) / sigma for good in right]
     if all(v == r[0] for v in r):
         return [0.0] * g
     mean = sum(r) / g
-    if spec["name"] == "group_center":
+    if name == "group_center":
         return [v - mean for v in r]
-    if spec["name"] == "leave_one_out":
+    if name == "leave_one_out":
         return [v - sum(o for j, o in enumerate(r) if j != i) / (g - 1) for i, v in enumerate(r)]
-    if spec["name"] == "group_zscore":
-        std = math.sqrt(sum((v - mean) ** 2 for v in r) / (g - spec["ddof"]))
-        return [(v - mean) / (std + spec["eps"]) for v in r]
-    raise NotImplementedError(f"advantage {spec['name']}")
+    if name == "group_zscore":
+        return whitened(r, spec["ddof"], spec["eps"])
+    if name == "batch_std":
+        return [(v - mean) / (spread(batch, spec["ddof"]) + spec["eps"]) for v in r]
+    if name == "max_rl":
+        return [(v - mean) / (mean + spec["eps"]) for v in r]
+    raise NotImplementedError(f"advantage {name}")
+
+
+def critic(spec: Spec, x: Batch, i: int, r: float, charge: list[float]) -> list[float]:
+    """Σ_l (γλ)^l δ_{t+l} of each token in the loss, as a double sum."""
+    tokens = x.tokens(i)
+    v = [x.value[i][t] for t in tokens] + [0.0]
+    paid = [-charge[t] for t in tokens]
+    if tokens:
+        paid[-1] += r
+    delta = [paid[n] + spec["gamma"] * v[n + 1] - v[n] for n in range(len(tokens))]
+    discount = spec["gamma"] * spec["lam"]
+    return [sum(discount ** (m - n) * delta[m] for m in range(n, len(tokens))) for n in range(len(tokens))]
+
+
+def advantages(spec: Spec, x: Batch, r: dict[int, float], charge: list[list[float]]) -> dict[tuple[int, int], float]:
+    """Â of every token in the loss; r: the kept rows' rewards; charge[i][t]: β·KL charged to the reward at a token."""
+    name, at = spec["name"], [(i, t) for i in r for t in x.tokens(i)]
+    returns = {i: v - sum(charge[i]) for i, v in r.items()}
+    if name == "batch_zscore":
+        raw = [r[i] - sum(charge[i][t:]) for i, t in at]
+        return dict(zip(at, whitened(raw, spec["ddof"], spec["eps"]), strict=True))
+    if name == "running_zscore":
+        if state := spec.get("state"):
+            std = math.sqrt(max(state["square"] - state["mean"] ** 2, 0.0))
+            row = {i: (v - state["mean"]) / (std + spec["eps"]) for i, v in returns.items()}
+        else:
+            row = dict(zip(returns, whitened(list(returns.values()), 0, spec["eps"]), strict=True)) if returns else {}
+        return {(i, t): row[i] for i, t in at}
+    if name == "gae":
+        flat = [a for i in r for a in critic(spec, x, i, r[i], charge[i])]
+        return dict(zip(at, whitened(flat, 1, 1e-8) if spec["whiten"] else flat, strict=True))
+    if name == "process_reward":
+        out = {}
+        for i, t in at:
+            ends = [(j, u) for j in r if x.group[j] == x.group[i] for u in x.tokens(j) if x.step_end[j][u]]
+            scores = whitened([x.step_r[j][u] for j, u in ends], spec["ddof"], spec["eps"])
+            out[i, t] = sum(s for (j, u), s in zip(ends, scores, strict=True) if j == i and u >= t)
+        return out
+    row = {}
+    for g in {x.group[i] for i in r}:
+        mates = [i for i in r if x.group[i] == g]
+        made = group_advantages(spec, [returns[i] for i in mates], [r[i] for i in mates], list(returns.values()))
+        row.update(zip(mates, made, strict=True))
+    return {(i, t): row[i] for i, t in at}
 
 
 # ⑤ KL(π_θ‖π_ref) of one token, β inside
 
 
-def kl(spec: Spec, logp: Any, ref: float) -> Any:
-    if spec["name"] == "none":
+def kl(spec: Spec, logp: Any, old: float, ref: float, exact: float) -> Any:
+    name, d = spec["name"], bounded(ref - logp)
+    if name == "none":
         return 0.0
-    d = bounded(ref - logp)
-    if spec["name"] == "k1":
+    if name == "k1":
         return -spec["beta"] * d
-    if spec["name"] == "k2":
+    if name == "k2":
         return spec["beta"] * d * d / 2
-    if spec["name"] == "k3":
+    if name == "k3":
         return spec["beta"] * (exp(d) - 1 - d)
-    raise NotImplementedError(f"kl {spec['name']}")
+    if name == "k3_unbiased":
+        return spec["beta"] * exp(bounded(logp - old)) * (exp(d) - 1 - d)
+    if name == "full":
+        return spec["beta"] * exact
+    if name == "forward":
+        return spec["beta"] * math.exp(number(d)) * d
+    raise NotImplementedError(f"kl {name}")
 
 
 # ⑥ which rows are trained on, and what becomes of truncated ones
@@ -138,23 +268,29 @@ def kl(spec: Spec, logp: Any, ref: float) -> Any:
 def kept(name: str, x: Batch) -> list[int]:
     if name == "all":
         return list(range(len(x.r)))
-    if name == "drop_zero_variance":
+    if name in ("drop_zero_variance", "dynamic"):  # what is redrawn is the loop's
         return [i for i, g in enumerate(x.group) if len({r for r, h in zip(x.r, x.group, strict=True) if h == g}) > 1]
     raise NotImplementedError(f"sampling {name}")
 
 
-def hidden(name: str, x: Batch, i: int) -> bool:
-    if name == "keep":
-        return False
-    if name == "mask":
-        return x.cut[i]
-    raise NotImplementedError(f"overlong {name}")
+def overlong(spec: Spec, x: Batch, i: int) -> tuple[float, bool]:
+    """The row's reward, and whether it is hidden from the loss."""
+    if spec["name"] == "keep":
+        return x.r[i], False
+    if spec["name"] == "mask":
+        return x.r[i], x.cut[i]
+    if spec["name"] == "soft_penalty":
+        soft = x.limit - spec["cache"]
+        if x.cut[i] or x.length[i] > x.limit:
+            return x.r[i] - 1, False
+        return x.r[i] - (x.length[i] - soft) / spec["cache"] if x.length[i] > soft else x.r[i], False
+    raise NotImplementedError(f"overlong {spec['name']}")
 
 
 # ④ the weight of a token; `rows` are the rows in the loss
 
 
-def weight(spec: Spec, x: Batch, rows: list[int], i: int) -> float:
+def weight(spec: Spec, x: Batch, rows: list[int], i: int, a: dict[int, float]) -> float:
     live = [j for j in rows if x.tokens(j)]
     if spec["name"] == "sequence_mean" and spec["per"] == "row":
         return 1 / len(live) / len(x.tokens(i))
@@ -167,31 +303,39 @@ def weight(spec: Spec, x: Batch, rows: list[int], i: int) -> float:
         return 1 / len(live) / x.limit
     if spec["name"] == "sequence_sum":
         return 1 / len(live)
+    if spec["name"] == "balanced":  # a[j]: the response's Â
+        side = [j for j in live if a[j] * a[i] > 0]
+        both = [j for j in live if a[j] != 0]
+        return len(side) / len(both) / sum(len(x.tokens(j)) for j in side) if side else 0.0
     raise NotImplementedError(f"aggregation {spec['name']}")
 
 
 # the whole of it
 
 
-def loss(spec: dict[str, Spec], x: Batch) -> Any:
+def loss(spec: dict[str, Any], x: Batch) -> Any:
     """−J of one rollout, from rewards to the number that is differentiated. `spec` names a variant for every slot."""
-    if spec["transform"]["name"] != "none" or spec["gate"]:
-        raise NotImplementedError("a transform or a gate")
-    rows = kept(spec["sampling"]["name"], x)
-    charge = [sum(float(kl(spec["kl_in_reward"], x.old[i][t], x.ref[i][t])) for t in x.tokens(i)) for i in range(len(x.r))]
-    a = {}
-    for g in {x.group[i] for i in rows}:
-        mates = [i for i in rows if x.group[i] == g]
-        a.update(zip(mates, advantages(spec["advantage"], [x.r[i] - charge[i] for i in mates]), strict=True))
 
-    mask = [[m and not hidden(spec["overlong"]["name"], x, i) for m in row] for i, row in enumerate(x.mask)]
+    def charged(i: int, t: int) -> float:
+        return number(kl(spec["kl_in_reward"], x.old[i][t], x.old[i][t], x.ref[i][t], math.nan)) if x.mask[i][t] else 0.0
+
+    rows = kept(spec["sampling"]["name"], x)
+    charge = [[charged(i, t) for t in range(len(x.mask[i]))] for i in range(len(x.r))]
+    late = {i: overlong(spec["overlong"], x, i) for i in rows}
+    r = transformed(spec["transform"], {i: late[i][0] for i in rows}, x.group)
+    mask = [[m and not (i in late and late[i][1]) for m in row] for i, row in enumerate(x.mask)]
     x = Batch(**{**vars(x), "mask": mask})
+    a = advantages(spec["advantage"], x, r, charge)
+    of_row = {i: a[i, x.tokens(i)[0]] for i in rows if x.tokens(i)}
+
     total = torch.zeros((), dtype=torch.float64)
-    for i in rows:
-        for t in x.tokens(i):
-            w = exp(logw(spec["ratio"]["name"], x, i, t))
-            gained = correction(spec["correction"], x, i, t) * gain(spec["clip"], w, a[i])
-            total = total - weight(spec["aggregation"], x, rows, i) * (gained - kl(spec["kl"], x.logp[i][t], x.ref[i][t]))
+    for i, t in a:
+        gained = correction(spec["correction"], x, i, t) * gain(
+            spec["clip"], logw(spec["ratio"]["name"], x, i, t), a[i, t], x.logp[i][t]
+        )
+        open_ = all(passes(gate, x, i, t, a[i, t]) for gate in spec["gate"])
+        paid = kl(spec["kl"], x.logp[i][t], x.old[i][t], x.ref[i][t], x.exact[i][t])
+        total = total - weight(spec["aggregation"], x, rows, i, of_row) * (gained * open_ - paid)
     return total
 
 

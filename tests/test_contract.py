@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import fields, replace
 from functools import partial
@@ -9,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from batches import F64, PRESETS, every_variant, from_rewards, name_of, random_batch, value_and_gradient
+from batches import F64, PRESETS, every_variant, from_rewards, name_of, oracle_spec, random_batch, value_and_gradient
 from torch import Tensor
 
-from grpo_repro import knobs
+from grpo_repro import adaptive, knobs
 from grpo_repro.objective import Objective, loss, score
+from grpo_repro.spec import base
 from grpo_repro.types import Forward, Minibatch, Norm, Prompt, Response
 
 F32 = torch.float32
@@ -67,7 +69,14 @@ def test_needs_are_words_the_loop_knows(slot: str, name: str) -> None:
     assert knobs.needs(knobs.variants(slot)[name]) <= {"old", "sampler", "ref", "values", "steps", "full_logits"}
 
 
-NEEDED = {"old": "old_NT", "sampler": "sampler_NT", "ref": "ref_NT", "values": "value_NT", "steps": "step_end_NT"}
+NEEDED = {
+    "old_NT": "old",
+    "sampler_NT": "sampler",
+    "ref_NT": "ref",
+    "value_NT": "values",
+    "step_end_NT": "steps",
+    "step_r_NT": "steps",
+}
 
 
 @every_objective
@@ -75,7 +84,7 @@ def test_needs_are_enough(name: str) -> None:
     """With nothing but what it declares, an objective computes the same value and gradient."""
     now, b = random_batch(3)
     objective = OBJECTIVES[name]
-    bare = replace(b, target_NT=None, **{v: None for k, v in NEEDED.items() if k not in objective.needs})
+    bare = replace(b, target_NT=None, **{k: None for k, need in NEEDED.items() if need not in objective.needs})
     exact = "full_logits" in objective.needs
     alone = Forward(
         now.logp_NT,
@@ -106,10 +115,13 @@ def test_token_variant(slot: str, spec: Any, dtype: torch.dtype) -> None:
     assert torch.isfinite(out_NT).all()
     if slot == "gate":
         assert out_NT.dtype == torch.bool
+        assert not out_NT.requires_grad
     elif slot == "aggregation":
         assert out_NT.dtype == F64, "a share is exact in float64; the loss brings it to the gain's type"
+        assert out_NT.shape == b.mask_NT.shape
         assert (out_NT[~b.mask_NT] == 0).all()
-        assert (out_NT[b.mask_NT] > 0).all()
+        counted_NT = b.mask_NT & (b.advantage != 0) if "balanced" in knobs.traits(function) else b.mask_NT
+        assert (out_NT[counted_NT] > 0).all()
     elif slot == "correction":
         assert not out_NT.requires_grad
         assert (out_NT >= 0).all()
@@ -124,7 +136,12 @@ def test_token_variant(slot: str, spec: Any, dtype: torch.dtype) -> None:
 @of("advantage")
 def test_advantage_variant(slot: str, spec: Any, dtype: torch.dtype) -> None:
     _, b = random_batch(1, dtype)
-    function = knobs.resolve(slot, spec)
+    chosen = knobs.resolve(slot, spec)
+    targets = isinstance(chosen(b), tuple)
+
+    def function(b: Minibatch) -> Tensor:
+        return chosen(b)[0] if targets else chosen(b)
+
     a = function(b)
     assert a.shape in {(len(b.r_N), 1), tuple(b.mask_NT.shape)}
     assert a.dtype == dtype
@@ -133,13 +150,49 @@ def test_advantage_variant(slot: str, spec: Any, dtype: torch.dtype) -> None:
     torch.testing.assert_close(function(b.rows(order_N)), a[order_N])
     renamed = replace(b, group_N=1000 - 3 * b.group_N)
     torch.testing.assert_close(function(renamed), a)
-    if "group_baseline" in knobs.traits(function):
+    assert ("token_advantage" in knobs.traits(chosen)) <= (a.shape == b.mask_NT.shape)
+    if a.shape == b.mask_NT.shape:
+        assert (a[~b.mask_NT] == 0).all()
+    if targets:
+        target_NT = chosen(b)[1]
+        assert target_NT.dtype == dtype
+        assert target_NT.shape == b.mask_NT.shape
+        assert (target_NT[~b.mask_NT] == 0).all()
+        assert "values" in knobs.needs(chosen), "a target without a critic to learn it"
+    nothing = function(b.rows(torch.arange(0)))
+    assert nothing.numel() == 0
+    assert nothing.dtype == dtype
+    if "group_baseline" in knobs.traits(chosen) and "batch_statistics" in knobs.traits(chosen):
+        for g in b.group_N.unique():
+            assert a[b.group_N == g].sum().item() == pytest.approx(0, abs=1e-5)
+            if len(b.r_N[b.group_N == g].unique()) == 1:
+                assert (a[b.group_N == g] == 0).all()
+    elif "group_baseline" in knobs.traits(chosen):
         for g in b.group_N.unique():
             mine = (b.group_N == g).nonzero().squeeze(1)
             torch.testing.assert_close(function(b.rows(mine)), a[mine])
             assert a[mine].sum().item() == pytest.approx(0, abs=1e-5)
             if len(b.r_N[mine].unique()) == 1:
                 assert (a[mine] == 0).all(), "a flat group, or one of a single row, has no advantage"
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@of("advantage")
+def test_advantage_reads_no_masked_token(slot: str, spec: Any, bad: float) -> None:
+    """Bit for bit, Â and target, with a KL charged to the reward (`score` clears that where the mask is False)."""
+    _, b = random_batch(1)
+    function = knobs.resolve(slot, spec)
+    b = replace(b, penalty_NT=(0.1 * b.old_NT).masked_fill(~b.mask_NT, 0.0))
+    dirty = replace(planted(b, b.mask_NT, bad), penalty_NT=b.penalty_NT)
+    assert not torch.equal(dirty.value_NT, b.value_NT)
+    assert not torch.equal(dirty.step_r_NT, b.step_r_NT)
+    dirty = replace(dirty, step_end_NT=b.step_end_NT | ~b.mask_NT)
+    for mine, clean in zip(tuple_of(function(dirty)), tuple_of(function(b)), strict=True):
+        assert torch.equal(mine, clean)
+
+
+def tuple_of(x: Any) -> tuple[Tensor, ...]:
+    return x if isinstance(x, tuple) else (x,)
 
 
 @of("sampling", "transform", "overlong")
@@ -158,6 +211,9 @@ def test_row_variant(slot: str, spec: Any) -> None:
     assert r_N.shape == b.r_N.shape
     assert torch.isfinite(r_N).all()
     assert r_N.dtype == (torch.bool if slot == "sampling" else F32)
+    if slot == "transform":
+        for rows in range(1, 70):  # equal rewards stay equal, whatever vector instructions do: flat must stay flat
+            assert len(function(torch.full((rows,), 0.3), torch.zeros(rows, dtype=torch.int64)).unique()) == 1
     if slot == "sampling":
         assert all(len(r_N[b.group_N == g].unique()) == 1 for g in b.group_N.unique()), "whole groups"
         assert function(b.r_N[:0], b.group_N[:0]).shape == (0,)
@@ -232,6 +288,29 @@ def test_gradient_reaches_now_and_nothing_else(name: str) -> None:
     assert not reached
     assert now.entropy_NT is not None
     assert not now.entropy_NT.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("slot", "spec"), [(s, v) for s, v in ALL if s != "gate" and getattr(base(knobs.resolve(s, v)), "init", None)], ids=str
+)
+def test_state_is_numbers_and_changes_only_its_own_variant(slot: str, spec: Any) -> None:
+    """init and update take exactly the variant's parameters, give JSON numbers, leave their argument alone and repeat themselves."""
+    objective = with_variant(slot, spec)
+    metrics = {"reward": 0.5, "reward/std": 0.2, "kl_old/k3": 3.0, "kl_old/exact": 3.0}
+    states = adaptive.initial(objective)
+    assert set(states) == {slot}
+    before = json.dumps(states)
+    after = adaptive.updated(objective, states, metrics)
+    assert json.dumps(states) == before
+    assert after != states
+    assert adaptive.updated(objective, states, metrics) == after
+    assert json.loads(json.dumps(after)) == after
+    assert all(math.isfinite(v) for v in after[slot].values())
+    now, b = random_batch(3)
+    held = adaptive.bound(objective, after)
+    assert knobs.needs(getattr(held, slot)) == knobs.needs(getattr(objective, slot))
+    assert oracle_spec(held) | {slot: None} == oracle_spec(objective) | {slot: None}
+    assert not torch.equal(from_rewards(held, now, b)[1], from_rewards(objective, now, b)[1])
 
 
 @every_objective
@@ -323,8 +402,7 @@ def test_nothing_to_learn_from_is_zero(name: str) -> None:
 @of("kl", "kl_in_reward")
 def test_kl_of_equal_policies_is_zero(slot: str, spec: Any) -> None:
     now, b, _ = scored_batch(12)
-    if "full_logits" in knobs.needs(knobs.resolve(slot, spec)):
-        pytest.skip("read from exact_kl_NT")
+    now = replace(now, exact_kl_NT=torch.zeros_like(now.logp_NT))  # what the loop would have computed
     assert (knobs.resolve(slot, spec)(now, replace(b, ref_NT=now.logp_NT.detach())) == 0).all()
 
 

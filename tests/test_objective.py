@@ -12,11 +12,11 @@ import pytest
 import torch
 from batches import F64, PRESETS, every_variant, from_rewards, minibatch, oracle_spec, plain, random_batch, value_and_gradient
 
-from grpo_repro import knobs
+from grpo_repro import adaptive, knobs
 from grpo_repro.objective import Objective, loss, score
 from grpo_repro.types import Forward, Minibatch, NonFinite, Norm
 
-SLOTS = [slot for slot in knobs.SLOTS if slot not in ("gate", "reward", "transform")]
+SLOTS = [slot for slot in knobs.SLOTS if slot not in ("gate", "reward")]
 
 
 def agree(objective: Objective, now: Forward, b: Minibatch) -> None:
@@ -44,27 +44,93 @@ def test_every_variant_equals_the_oracle(slot: str) -> None:
         correction=knobs.correction.truncate,
     )
     for spec in every_variant(slot):
-        for seed in (0, 1):
+        for seed in (0, 1, 2):
             agree(replace(base, **{slot: knobs.resolve(slot, spec)}), *random_batch(seed))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("spec", list(every_variant("gate")), ids=str)
+def test_every_gate_equals_the_oracle(spec: Any, seed: int) -> None:
+    """On the gain and not on the KL, and it closes somewhere but not everywhere."""
+    tight = {
+        **spec,
+        **{"off_policy": {"delta": 0.05}, "dppo_tv": {"eps_low": 0.01, "eps_high": 0.02}, "dppo_kl": {"eps": 1e-3}}[spec["name"]],
+    }
+    objective = Objective(gate=(knobs.resolve("gate", tight),), kl=partial(knobs.kl.k3, beta=0.1))
+    now, b = random_batch(seed)
+    agree(objective, now, b)
+    b = score(objective, b).b
+    open_NT = objective.gate[0](now.masked(b.mask_NT), b.masked())
+    assert open_NT[b.mask_NT].any()
+    assert not open_NT[b.mask_NT].all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("slot", "spec", "state"),
+    [
+        ("clip", {"name": "kl_penalty", "beta": 1.0, "target": 0.01}, {"beta": 0.3}),
+        ("advantage", {"name": "running_zscore"}, {"mean": 0.4, "square": 0.3}),
+        ("advantage", {"name": "running_zscore"}, {"mean": 1.0, "square": 1.0}),  # every reward so far was 1
+    ],
+)
+def test_a_variant_with_a_memory_equals_the_oracle(slot: str, spec: Any, state: dict[str, float], seed: int) -> None:
+    now, b = random_batch(seed)
+    objective = replace(Objective(kl_in_reward=partial(knobs.kl.k1, beta=0.1)), **{slot: knobs.resolve(slot, spec)})
+    agree(adaptive.bound(objective, {slot: state}), now, b)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_critic_s_target_equals_the_oracle(seed: int) -> None:
+    """Â + V, not whitened; 0 at masked tokens."""
+    now, b = random_batch(seed)
+    chosen = partial(knobs.advantage.gae, gamma=0.9, lam=0.8)
+    scored = score(Objective(advantage=chosen, kl_in_reward=partial(knobs.kl.k1, beta=0.1)), b).b
+    x, spec = plain(now, b), oracle_spec(Objective(advantage=chosen))["advantage"]
+    for i, row in enumerate(scored.target_NT.tolist()):
+        charge = [0.1 * (x.old[i][t] - x.ref[i][t]) if x.mask[i][t] else 0.0 for t in range(len(row))]
+        expected = [0.0] * len(row)
+        for t, a in zip(x.tokens(i), oracle.critic(spec, x, i, x.r[i], charge), strict=True):
+            expected[t] = a + x.value[i][t]
+        assert row == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(250))
 def test_random_combinations_equal_the_oracle(seed: int) -> None:
     """Any ① works with any ②, ③, ④, ⑤; every fifth batch drifts far enough to reach the bound of ±20."""
     chance = Random(seed)
-    chosen = {slot: knobs.resolve(slot, turned(chance.choice(list(every_variant(slot))), chance)) for slot in SLOTS}
+    chosen: dict[str, Any] = {slot: one_of(slot, chance) for slot in SLOTS}
+    chosen["gate"] = tuple(one_of("gate", chance) for _ in range(chance.choice([0, 0, 1, 2])))
+    by_token = {"token_advantage", "token_advantage_with_kl"} & knobs.traits(chosen["advantage"])
+    if by_token and "balanced" in knobs.traits(chosen["aggregation"]):
+        chosen["aggregation"] = knobs.aggregation.token_mean  # balanced asks for the sign of a whole response
     agree(Objective(**chosen), *random_batch(1000 + seed, drift=15.0 if seed % 5 == 0 else 0.3))
 
 
-def turned(spec: dict[str, Any], chance: Random) -> dict[str, Any]:
+def one_of(slot: str, chance: Random) -> Any:
+    return knobs.resolve(slot, turned(slot, chance.choice(list(every_variant(slot))), chance))
+
+
+def turned(slot: str, spec: dict[str, Any], chance: Random) -> dict[str, Any]:
     """The widths and bounds of a variant, drawn instead of its defaults."""
-    drawn = {
-        "ppo": {"eps_low": chance.choice([0.0, 0.2, 3e-4, None]), "eps_high": chance.choice([0.28, 4e-4, 1.0, None])},
-        "truncate": {"w_max": chance.choice([0.9, 1.5, 5.0])},
-        "mask": {"w_min": 0.7, "w_max": 1.4} if "level" in spec else {},
-        "group_zscore": {"eps": chance.choice([1e-4, 1e-6, 0.0])},
+    widths = {"eps_low": chance.choice([0.0, 0.2, 3e-4, None]), "eps_high": chance.choice([0.28, 4e-4, 1.0, None])}
+    drawn: dict[tuple[str, str], dict[str, Any]] = {
+        ("clip", "ppo"): widths,
+        ("clip", "dual"): {**widths, "w_max": chance.choice([2.1, 3.0])},
+        ("clip", "truncate"): {"w_min": chance.choice([0.0, 0.8]), "w_max": chance.choice([1.2, 5.0])},
+        ("clip", "soft_sigmoid"): {"tau_pos": chance.choice([1.0, 2.0]), "tau_neg": chance.choice([1.05, 0.5])},
+        ("clip", "soft_tanh"): {"tau": chance.choice([0.5, 1.0, 3.0])},
+        ("gate", "off_policy"): {"delta": chance.choice([0.02, 0.5])},
+        ("gate", "dppo_tv"): {"eps_low": chance.choice([0.01, 0.2]), "eps_high": chance.choice([0.02, 0.3])},
+        ("gate", "dppo_kl"): {"eps": chance.choice([1e-3, 0.05])},
+        ("correction", "truncate"): {"w_max": chance.choice([0.9, 1.5, 5.0])},
+        ("correction", "mask"): {"w_min": 0.7, "w_max": 1.4},
+        ("advantage", "group_zscore"): {"eps": chance.choice([1e-4, 1e-6, 0.0])},
+        ("advantage", "pass_at_k"): {"k": chance.choice([1, 2, 3])},
+        ("advantage", "gae"): {"gamma": chance.choice([1.0, 0.9]), "lam": chance.choice([1.0, 0.95, 0.0])},
+        ("transform", "sigmoid"): {"center": chance.choice([0.0, 0.5]), "scale": chance.choice([0.3, 2.0])},
     }
-    return {**spec, **drawn.get(spec["name"], {})}
+    return {**spec, **drawn.get((slot, spec["name"]), {})}
 
 
 def test_grpo_by_hand() -> None:

@@ -62,13 +62,14 @@ def leave_one_out(b: Minibatch) -> Tensor:
     )
 
 
-@variant(group_baseline=True)
+@variant(group_baseline=True, batch_statistics=True)
 def batch_std(b: Minibatch, *, ddof: Literal[0, 1] = 1, eps: NonNegative = 1e-4) -> Tensor:
     r"""Centred on the group, divided by the standard deviation of the whole batch.
 
     $$\hat A_i = \frac{r_i - \mathrm{mean}_{group}(r)}{\mathrm{std}_{batch}(r) + \epsilon}$$
 
-    Source: Lite PPO (2508.08221). Fixes: a group's own std is noisy and up-weights the very easy and the very hard.
+    The batch is the kept rows of the rollout, flat groups included. Source: Lite PPO (2508.08221).
+    Fixes: a group's own std is noisy and up-weights the very easy and the very hard.
     Costs: one outlying prompt scales the whole batch.
     """
     centred_N, _, index_N = _centred(b)
@@ -76,21 +77,20 @@ def batch_std(b: Minibatch, *, ddof: Literal[0, 1] = 1, eps: NonNegative = 1e-4)
     return torch.where(_mixed(b, index_N), centred_N / (std + eps), torch.zeros_like(centred_N)).unsqueeze(1)
 
 
+@variant(batch_statistics=True, token_advantage_with_kl=True)
 def batch_zscore(b: Minibatch, *, ddof: Literal[0, 1] = 1, eps: NonNegative = 1e-4) -> Tensor:
     r"""Centred and scaled by the whole batch; no group at all. A KL in the reward is charged to the tokens that follow it.
 
     $$\hat A_{i,t} = \frac{A_{i,t} - \mathrm{mean}(A)}{\mathrm{std}(A)+\epsilon},\quad A_{i,t} = r_i - \sum_{j\ge t}\beta k_{1,j}$$
 
-    The batch statistics are over tokens, as in the paper's code. Source: REINFORCE++ (2501.03262).
+    The batch statistics are over the tokens in the loss, as in the paper's code; Â = 0 where all are equal.
+    Source: REINFORCE++ (2501.03262).
     Fixes: no prompt-wise scale, so no overfitting to it. Costs: the baseline ignores how hard the prompt is.
     """
     raw_NT = b.r_N.unsqueeze(1).expand(b.mask_NT.shape)
     if b.penalty_NT is not None:
         raw_NT = raw_NT - b.penalty_NT.flip(1).cumsum(1).flip(1)
-    live = raw_NT[b.mask_NT]
-    if live.numel() == 0 or bool((live == live[0]).all()):
-        return torch.zeros_like(raw_NT)
-    return ((raw_NT - live.mean()) / (_std(live, ddof) + eps)).masked_fill(~b.mask_NT, 0.0)
+    return _whitened(raw_NT, b.mask_NT, ddof, eps)
 
 
 @variant(group_baseline=True)
@@ -99,7 +99,8 @@ def max_rl(b: Minibatch, *, eps: NonNegative = 1e-4) -> Tensor:
 
     $$\hat A_i = \frac{r_i - \mathrm{mean}(r)}{\mathrm{mean}(r)+\epsilon}$$
 
-    For rewards that are not negative. Source: MaxRL (2602.02710). Fixes: weight ~1/p, towards maximum likelihood of success.
+    For rewards that are not negative: a group whose mean is below 0 would be taught the wrong way round. Source: MaxRL (2602.02710).
+    Fixes: weight ~1/p, towards maximum likelihood of success.
     Costs: a rare success takes the whole step.
     """
     centred_N, _, index_N = _centred(b)
@@ -107,20 +108,22 @@ def max_rl(b: Minibatch, *, eps: NonNegative = 1e-4) -> Tensor:
     return torch.where(_mixed(b, index_N), centred_N / (mean_N + eps), torch.zeros_like(centred_N)).unsqueeze(1)
 
 
-@variant(group_baseline=True)
+@variant(group_baseline=True, raw_reward=True)
 def pass_at_k(b: Minibatch, *, k: Annotated[int, Field(ge=1)] = 4) -> Tensor:
     r"""The advantage of a response in a random subset of k, where the subset is right if any of its responses is.
 
     $$\bar R = 1-\binom{N_-}{k}\Big/\binom Nk,\quad \sigma=\sqrt{\bar R(1-\bar R)},\quad
       \hat A_+ = \frac{1-\bar R}{\sigma},\quad \hat A_- = \frac{1-\bar R-\binom{N_--1}{k-1}/\binom{N-1}{k-1}}{\sigma}$$
 
-    A response counts as right when its reward is the group's highest and above 0; rewards should be binary. Source: 2508.10751.
+    A response counts as right when its reward is the group's highest and above 0; rewards should be binary, and a KL charged to the
+    reward is not seen. Source: 2508.10751.
     Fixes: pays for covering, not for repeating one answer. Costs: vanishes once fewer than k are wrong.
     """
     _, index_N = torch.unique(b.group_N, return_inverse=True)
-    right_N = b.return_N > 0
-    total_N = _group_sum(torch.ones_like(b.return_N), index_N)[index_N]
-    wrong_N = _group_sum((~right_N).to(b.return_N.dtype), index_N)[index_N]
+    _, high_G = _extremes(b.r_N, index_N)
+    right_N = (b.r_N == high_G[index_N]) & (b.r_N > 0)
+    total_N = _group_sum(torch.ones_like(b.r_N), index_N)[index_N]
+    wrong_N = _group_sum((~right_N).to(b.r_N.dtype), index_N)[index_N]
     fail_N = _choose_ratio(wrong_N, total_N, k)  # no right response among k
     fail_given_wrong_N = _choose_ratio(wrong_N - 1, total_N - 1, k - 1)
     sigma_N = (fail_N * (1 - fail_N)).sqrt()
@@ -147,25 +150,26 @@ def running_zscore(
 
     $$\hat A_i = \frac{r_i-\bar m}{\sqrt{\bar s-\bar m^2}+\epsilon},\quad \bar m\leftarrow\lambda\bar m+(1-\lambda)\,\mathrm{mean}(r)$$
 
-    s̄ is the same average of r². The first rollout uses its own statistics. Source: the seed document, knob ③ (sliding global statistics).
+    s̄ is the same average of r². The first rollout uses its own statistics. They are of the rewards as knob ⑦ gave them (the metrics
+    `reward` and `reward/std`): with a transform or a KL in the reward the centre is off. Source: the seed document, knob ③.
     Fixes: unstable statistics of small groups. Costs: a baseline that lags and ignores the prompt.
     """
     r_N = b.return_N
     if state:
         mean, std = state["mean"], max(state["square"] - state["mean"] ** 2, 0.0) ** 0.5
     else:
-        mean, std = float(r_N.mean()), float(_std(r_N, 0))
+        return _whitened(r_N, torch.ones_like(r_N, dtype=torch.bool), 0, eps).unsqueeze(1)
     return ((r_N - mean) / (std + eps) if std + eps > 0 else torch.zeros_like(r_N)).unsqueeze(1)
 
 
-@variant(needs=("values",), token_advantage=True)
+@variant(needs=("values",), token_advantage=True, batch_statistics=True)
 def gae(b: Minibatch, *, gamma: UnitInterval = 1.0, lam: UnitInterval = 0.95, whiten: bool = True) -> tuple[Tensor, Tensor]:
     r"""Generalised advantage estimation with a critic; returns (Â_NT, target_NT), the target being what the critic is trained towards.
 
     $$\delta_t = r_t+\gamma V_{t+1}-V_t,\quad \hat A_t=\sum_{l\ge0}(\gamma\lambda)^l\delta_{t+l},\quad \mathrm{target}_t=\hat A_t+V_t$$
 
     The reward arrives at a response's last token in the loss, a KL in the reward at its own token; after the last token V = 0. `whiten`:
-    Â is centred and scaled over the batch's tokens (the target is not). Source: GAE (1506.02438); PPO (1707.06347).
+    Â is centred and scaled (ddof 1, ε 1e-8) over the batch's tokens, the target is not. Source: GAE (1506.02438); PPO (1707.06347).
     Fixes: credit for single tokens. Costs: a critic to train, and its bias.
     """
     mask_NT, value_NT = b.mask_NT, b.value_NT.masked_fill(~b.mask_NT, 0.0)
@@ -182,19 +186,17 @@ def gae(b: Minibatch, *, gamma: UnitInterval = 1.0, lam: UnitInterval = 0.95, wh
         next_N = torch.where(live_N, value_NT[:, t], next_N)
         advantage_NT[:, t] = torch.where(live_N, ahead_N, torch.zeros_like(ahead_N))
     target_NT = advantage_NT + value_NT
-    live = advantage_NT[mask_NT]
-    if whiten and live.numel() > 1:
-        advantage_NT = ((advantage_NT - live.mean()) / (_std(live, 1) + 1e-8)).masked_fill(~mask_NT, 0.0)
-    return advantage_NT, target_NT
+    return (_whitened(advantage_NT, mask_NT, 1, 1e-8) if whiten else advantage_NT), target_NT
 
 
-@variant(needs=("steps",), token_advantage=True)
+@variant(needs=("steps",), token_advantage=True, raw_reward=True)
 def process_reward(b: Minibatch, *, ddof: Literal[0, 1] = 1, eps: NonNegative = 1e-4) -> Tensor:
     r"""Step scores, normalised over all steps of the group; a token gets the sum of the steps that end at or after it.
 
     $$\tilde r_k=\frac{r_k-\mathrm{mean}(R)}{\mathrm{std}(R)+\epsilon},\qquad \hat A_{i,t}=\sum_{k:\ \mathrm{end}(k)\ge t}\tilde r_k$$
 
-    R are the scores of all steps of all responses of the group. Â = 0 in a group whose scores are all equal, and without steps.
+    R are the scores of all steps of all responses of the group; the reward of the whole response is not read. Â = 0 in a group whose
+    scores are all equal, and after the last step.
     Source: DeepSeekMath (2402.03300), Sec. 4.1.3 (process supervision). Fixes: which step was wrong. Costs: needs a step verifier.
     """
     _, index_N = torch.unique(b.group_N, return_inverse=True)
@@ -204,11 +206,7 @@ def process_reward(b: Minibatch, *, ddof: Literal[0, 1] = 1, eps: NonNegative = 
     mean_N = _group_sum(score_NT.sum(1), index_N)[index_N] / count_N.clamp(min=1)
     centred_NT = (score_NT - mean_N.unsqueeze(1)).masked_fill(~end_NT, 0.0)
     std_N = (_group_sum((centred_NT**2).sum(1), index_N)[index_N] / (count_N - ddof).clamp(min=1)).sqrt()
-    high_N = score_NT.masked_fill(~end_NT, -torch.inf).amax(1)
-    low_N = score_NT.masked_fill(~end_NT, torch.inf).amin(1)
-    groups = int(index_N.max()) + 1 if index_N.numel() else 0
-    high_G = torch.full((groups,), -torch.inf, dtype=high_N.dtype).scatter_reduce_(0, index_N, high_N, "amax")
-    low_G = torch.full((groups,), torch.inf, dtype=low_N.dtype).scatter_reduce_(0, index_N, low_N, "amin")
+    low_G, high_G = _extremes(score_NT[end_NT], index_N.unsqueeze(1).expand_as(end_NT)[end_NT], groups=_groups(index_N))
     mixed_N1 = (high_G > low_G)[index_N].unsqueeze(1)
     normalised_NT = torch.where(mixed_N1 & end_NT, centred_NT / (std_N.unsqueeze(1) + eps), torch.zeros_like(centred_NT))
     return normalised_NT.flip(1).cumsum(1).flip(1).masked_fill(~b.mask_NT, 0.0)
@@ -227,6 +225,14 @@ def _std(x_M: Tensor, ddof: int) -> Tensor:
     return (((x_M - x_M.mean()) ** 2).sum() / max(x_M.numel() - ddof, 1)).sqrt()
 
 
+def _whitened(x: Tensor, inside: Tensor, ddof: int, eps: float) -> Tensor:
+    """Centred and scaled over the values inside, 0 outside, and 0 altogether where they are all equal: round-off is no signal."""
+    live = x[inside]
+    if live.numel() == 0 or bool((live == live[0]).all()):
+        return torch.zeros_like(x)
+    return ((x - live.mean()) / (_std(live, ddof) + eps)).masked_fill(~inside, 0.0)
+
+
 def _centred(b: Minibatch) -> tuple[Tensor, Tensor, Tensor]:
     """Reward less its group's mean, the group's size, and the group's index, all a row."""
     _, index_N = torch.unique(b.group_N, return_inverse=True)
@@ -235,15 +241,21 @@ def _centred(b: Minibatch) -> tuple[Tensor, Tensor, Tensor]:
     return r_N - (_group_sum(r_N, index_N) / size_G)[index_N], size_G[index_N], index_N
 
 
+def _groups(index_N: Tensor) -> int:
+    return int(index_N.max()) + 1 if index_N.numel() else 0
+
+
 def _group_sum(x_N: Tensor, index_N: Tensor) -> Tensor:
-    groups = int(index_N.max()) + 1 if index_N.numel() else 0
-    return torch.zeros(groups, dtype=x_N.dtype, device=x_N.device).index_add_(0, index_N, x_N)
+    return torch.zeros(_groups(index_N), dtype=x_N.dtype, device=x_N.device).index_add_(0, index_N, x_N)
+
+
+def _extremes(x_M: Tensor, index_M: Tensor, groups: int | None = None) -> tuple[Tensor, Tensor]:
+    """The lowest and the highest value of each group; ∞ and −∞ where it has none."""
+    empty_G = torch.full((_groups(index_M) if groups is None else groups,), torch.inf, dtype=x_M.dtype, device=x_M.device)
+    return empty_G.scatter_reduce(0, index_M, x_M, "amin"), (-empty_G).scatter_reduce(0, index_M, x_M, "amax")
 
 
 def _mixed(b: Minibatch, index_N: Tensor) -> Tensor:
     """False for rows of a group whose returns are all equal: round-off must not become an advantage (NeMo-RL#4158)."""
-    r_N = b.return_N
-    groups = int(index_N.max()) + 1 if index_N.numel() else 0
-    high_G = torch.full((groups,), -torch.inf, dtype=r_N.dtype, device=r_N.device).scatter_reduce_(0, index_N, r_N, "amax")
-    low_G = torch.full((groups,), torch.inf, dtype=r_N.dtype, device=r_N.device).scatter_reduce_(0, index_N, r_N, "amin")
+    low_G, high_G = _extremes(b.return_N, index_N)
     return (high_G > low_G)[index_N]

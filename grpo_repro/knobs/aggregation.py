@@ -71,11 +71,12 @@ def balanced(b: Minibatch, norm: Norm) -> Tensor:
 
     $$\sum_{s\in\{+,-\}}\frac{N_s}{N_++N_-}\cdot\frac{1}{\sum_{i\in s}|y_i|}\sum_{i\in s}\sum_t$$
 
-    Responses with Â = 0 are in neither. Needs one Â a response. Source: Balanced Aggregation (2605.04077).
+    Responses with Â = 0 are in neither, and their KL term is dropped with them. Needs one Â a response.
+    Source: Balanced Aggregation (2605.04077).
     Fixes: token_mean couples sign and length (if bad responses are longer, they get more say). Costs: a side of one response is noisy.
     """
     (bad, _, good), (bad_tokens, _, good_tokens) = norm.sign_rows, norm.sign_tokens
     share = 1 / max(bad + good, 1)
     at_good, at_bad = good * share / max(good_tokens, 1), bad * share / max(bad_tokens, 1)
     sign_N1 = torch.sign(b.advantage)
-    return b.mask_NT * torch.where(sign_N1 > 0, at_good, torch.where(sign_N1 < 0, at_bad, 0.0))
+    return b.mask_NT.double() * (at_good * (sign_N1 > 0).double() + at_bad * (sign_N1 < 0).double())

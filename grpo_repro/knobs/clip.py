@@ -13,6 +13,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from grpo_repro.knobs import kl
 from grpo_repro.types import Forward, Minibatch, NonNegative, Positive, Share, variant
 
 
@@ -48,7 +49,14 @@ def ppo(
     return torch.minimum(free_NT, bounded_NT), (bounded_NT < free_NT) & b.mask_NT
 
 
-@variant(bounding=True)
+def _beyond_the_region(*, eps_low: float | None, eps_high: float | None, w_max: float) -> str | None:
+    edge = 1 + (eps_high or 0.0)
+    return (
+        None if w_max > edge else f"w_max (c) is {w_max}, inside the clip's own region; it must exceed 1 + eps_high = {edge:.6g}"
+    )
+
+
+@variant(bounding=True, validate=_beyond_the_region)
 def dual(
     logw_NT: Tensor,
     now: Forward,
@@ -69,11 +77,15 @@ def dual(
     """
     gain_NT, hit_NT = ppo(logw_NT, now, b, eps_low=eps_low, eps_high=eps_high)
     floor_NT = w_max * b.advantage
-    floored_NT = (b.advantage < 0) & (floor_NT > gain_NT)
+    floored_NT = (b.advantage < 0) & (floor_NT > gain_NT)  # at w = c the slope is still that of w
     return torch.where(floored_NT, floor_NT.expand_as(gain_NT), gain_NT), hit_NT | (floored_NT & b.mask_NT)
 
 
-@variant(bounding=True)
+def _ordered(*, w_min: float, w_max: float) -> str | None:
+    return None if w_min <= w_max else f"w_min is {w_min} and w_max is {w_max}; w_min must not exceed w_max"
+
+
+@variant(bounding=True, validate=_ordered)
 def truncate(
     logw_NT: Tensor, now: Forward, b: Minibatch, *, w_min: NonNegative = 0.0, w_max: Positive = 1.28
 ) -> tuple[Tensor, Tensor]:
@@ -99,7 +111,8 @@ def soft_sigmoid(
     Its weight on ∇log π is w·sech²(τ(w−1)/2): 1 at w = 1, more than the on-policy weight for 1 < w < 3.3 (τ = 1), then falling to 0.
     Source: SAPO (2511.20347). Fixes: the jump of a hard clip's gradient to 0. Costs: amplifies where it should hold.
     """
-    tau_NT = torch.where(b.advantage > 0, tau_pos, tau_neg).to(logw_NT.dtype)
+    negative = torch.full_like(b.advantage, tau_neg)  # two Python numbers would meet in float32
+    tau_NT = torch.where(b.advantage > 0, torch.full_like(b.advantage, tau_pos), negative).to(logw_NT.dtype)
     gate_NT = 4 / tau_NT * torch.sigmoid(tau_NT * (torch.exp(logw_NT) - 1))
     return gate_NT * b.advantage, torch.zeros_like(b.mask_NT)
 
@@ -147,6 +160,6 @@ def kl_penalty(
     update, β halves where d < d_targ/1.5 and doubles where d > 1.5·d_targ. Needs token_mean, so that β means the same at every length.
     Source: PPO (1707.06347), Sec. 4 (adaptive KL penalty). Fixes: both open cells; no edge. Costs: β lags by one rollout.
     """
-    penalty_NT = torch.exp(logw_NT) - 1 - logw_NT
+    penalty_NT = kl.ESTIMATES["k3"](logw_NT)  # π_old drew: log other − log drawer is log w
     gain_NT = torch.exp(logw_NT) * b.advantage - state.get("beta", beta) * penalty_NT
     return gain_NT, torch.zeros_like(b.mask_NT)

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from grpo_repro.types import Minibatch, Positive, variant
+from grpo_repro.types import Minibatch, NonNegative, Positive, variant
 
 Level = Literal["token", "sequence", "geometric"]
 
@@ -38,8 +38,12 @@ def truncate(b: Minibatch, *, w_max: Positive = 2.0, level: Level = "token") -> 
     return torch.exp(_log_rho(b, level)).clamp(max=w_max)
 
 
-@variant(needs=("old", "sampler"))
-def mask(b: Minibatch, *, w_min: float = 0.0, w_max: Positive = 2.0, level: Level = "token") -> Tensor:
+def _ordered(*, w_min: float, w_max: float, level: Level) -> str | None:
+    return None if w_min <= w_max else f"w_min is {w_min} and w_max is {w_max}; w_min must not exceed w_max"
+
+
+@variant(needs=("old", "sampler"), validate=_ordered)
+def mask(b: Minibatch, *, w_min: NonNegative = 0.0, w_max: Positive = 2.0, level: Level = "token") -> Tensor:
     r"""Importance weight inside a band, 0 outside it (MIS; IcePop with .5 and 5 at level token).
 
     $$\rho_{i,t}\,\mathbb 1[w_{min}\le\rho_{i,t}\le w_{max}]$$

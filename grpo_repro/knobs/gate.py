@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from grpo_repro.knobs import ratio
 from grpo_repro.types import Forward, Minibatch, Positive, variant
 
 
@@ -45,8 +46,8 @@ def off_policy(now: Forward, b: Minibatch, *, delta: Positive = 0.5) -> Tensor:
     Source: DeepSeek-V3.2 (2512.02556); δ is not published (TRL suggests .5). Needs one Â a response.
     Fixes: learning from mistakes the policy no longer makes. Costs: a threshold that depends on the task.
     """
-    gone_N1 = ((b.old_NT - now.logp_NT.detach()) * b.mask_NT).sum(1, keepdim=True) / b.tokens_N1
-    return ((b.advantage >= 0) | (gone_N1 <= delta)).expand_as(b.mask_NT)
+    gone_NT = -ratio.sequence(now, b).detach()  # the mean of log π_old − log π_θ, at every token of the response
+    return (b.advantage >= 0) | (gone_NT <= delta)
 
 
 def _inside(moved_NT: Tensor, b: Minibatch, eps_low: float, eps_high: float) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_repro.knobs import ratio
-from grpo_repro.types import Forward, Minibatch, NonNegative, variant
+from grpo_repro.types import Forward, Minibatch, NonNegative, UserError, variant
 
 BOUND = 20.0
 
@@ -90,9 +90,11 @@ def full(now: Forward, b: Minibatch, *, beta: NonNegative) -> Tensor:
 
     $$\beta\sum_v \pi_\theta(v)\,\log\frac{\pi_\theta(v)}{\pi_{ref}(v)}$$
 
-    The state is still sampled: the gradient through which prefixes are reached is not in it. Source: definition.
+    The state is still sampled: the gradient through which prefixes are reached is not in it. In the loss only. Source: definition.
     Fixes: no variance from the drawn token. Costs: both policies' whole distributions in memory.
     """
+    if now.exact_kl_NT is None:
+        raise UserError("kl.full: the exact KL is only had of the policy in the loss; in the reward write k1, k2 or k3.")
     return beta * now.exact_kl_NT
 
 
@@ -105,8 +107,8 @@ def forward(now: Forward, b: Minibatch, *, beta: NonNegative) -> Tensor:
     Estimates KL(π_ref‖π_θ) with tokens drawn from π_θ; its expected gradient is ∇KL(π_ref‖π_θ). Source: definition.
     Fixes: says which divergence is penalised. Costs: mass-covering; unbounded weight where π_θ ≪ π_ref.
     """
-    weight_NT = torch.exp(_d(now, b)).detach()
-    return beta * weight_NT * (b.ref_NT - now.logp_NT)
+    d_NT = _d(now, b)
+    return beta * torch.exp(d_NT).detach() * d_NT
 
 
 def _d(now: Forward, b: Minibatch) -> Tensor:

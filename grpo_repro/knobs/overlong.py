@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field
 from torch import Tensor
 
-from grpo_repro.types import Minibatch
+from grpo_repro.types import Minibatch, UserError
 
 
 def keep(r_N: Tensor, b: Minibatch) -> tuple[Tensor, Tensor]:
@@ -42,5 +42,9 @@ def soft_penalty(r_N: Tensor, b: Minibatch, *, cache: Annotated[int, Field(ge=1)
     Source: DAPO (2503.14476), Soft Overlong Punishment: L_max 20480, L_cache 4096. A response that was cut counts as longer than L_max.
     Fixes: a gradient against length before the wall. Costs: an opinion on length in the reward.
     """
+    if cache > b.limit:
+        raise UserError(
+            f"objective.overlong.soft_penalty.cache is {cache}, but a response has at most {b.limit} tokens; write less."
+        )
     over_N = (b.length_N - (b.limit - cache)).clamp(min=0, max=cache).to(r_N.dtype) / cache
     return r_N - over_N.masked_fill(b.cut_N, 1.0), b.mask_NT

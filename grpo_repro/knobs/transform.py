@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_repro.types import Positive
+from grpo_repro.types import Finite, Positive
 
 
 def none(r_N: Tensor, group_N: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def rank(r_N: Tensor, group_N: Tensor) -> Tensor:
     return torch.where(others_N > 0, (below_N + equal_N / 2) / others_N.clamp(min=1), torch.full_like(r_N, 0.5))
 
 
-def sigmoid(r_N: Tensor, group_N: Tensor, *, center: float = 0.0, scale: Positive = 1.0) -> Tensor:
+def sigmoid(r_N: Tensor, group_N: Tensor, *, center: Finite = 0.0, scale: Positive = 1.0) -> Tensor:
     r"""A squashed reward.
 
     $$r_i \mapsto \sigma\Big(\frac{r_i-c}{s}\Big)$$
