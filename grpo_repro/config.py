@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from grpo_repro import NUMERICS, knobs, presets, strict_yaml, tasks
 from grpo_repro.objective import Objective
 from grpo_repro.spec import Spec, nearest, problem, unbind
-from grpo_repro.types import NonNegative, Positive, Share, UserError
+from grpo_repro.types import NonNegative, Nucleus, Positive, Share, UserError
 
 
 class Strict(BaseModel):
@@ -40,6 +40,17 @@ class Rollout(Strict):
     prompts: int = Field(default=24, ge=1, description="prompts (groups) a step")
     updates: int = Field(default=1, ge=1, description="μ, passes over one rollout")
     minibatches: int = Field(default=1, ge=1, description="optimiser steps a pass; each takes whole groups")
+    top_p: Nucleus = Field(default=1.0, description="nucleus; the trainer renormalises over the same support")
+    top_k: int = Field(default=0, ge=0, description="0: all tokens")
+    extra: int = Field(default=0, ge=0, description="further samples for a prompt of which no response was right (ragged groups)")
+    weights: dict[str, NonNegative] = Field(
+        default_factory=dict, description="difficulty level → weight of its prompts in the loss; 1 unless said"
+    )
+    chunk: int | None = Field(
+        default=None,
+        ge=1,
+        description="partial rollouts: tokens a response may grow in a step; it is finished under newer weights",
+    )
     temperature: Positive = Field(default=1.0, description="of sampling and of scoring: they are one number")
     limit: int | None = Field(default=None, ge=1, description="L_max, response tokens; default: the task's own")
 
@@ -58,6 +69,22 @@ class Scale(Strict):
     monitor: bool = Field(default=True, description="measure the realised update and the distance to the start")
 
 
+class Reference(Strict):
+    refresh: Literal["fixed", "reset", "ema"] = "fixed"
+    every: int = Field(default=10, ge=1, description="steps between resets")
+    reset_optimizer: bool = Field(default=False, description="at a reset, start the optimiser's moments anew")
+    decay: Share = Field(default=0.99, description="of the moving average, a step")
+
+
+class Critic(Strict):
+    lr: Positive = 1e-3
+    eps_clip: Positive | None = Field(
+        default=0.2, description="how far a value may move in one rollout's updates; null: no bound"
+    )
+    coef: Positive = Field(default=0.5, description="of the value loss")
+    detach: bool = Field(default=False, description="train the head alone, not the trunk")
+
+
 class Machine(Strict):
     device: str = "auto"
     threads: int = Field(default=0, ge=0, description="torch threads; 0: leave as it is")
@@ -74,6 +101,8 @@ class Run(Strict):
     objective: dict[str, Any] = Field(default_factory=lambda: {"preset": "grpo"})
     rollout: Rollout = Rollout()
     scale: Scale = Scale()
+    reference: Reference = Reference()
+    critic: Critic = Critic()
     machine: Machine = Machine()
     report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
 

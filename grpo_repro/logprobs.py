@@ -6,6 +6,7 @@ follows the chunk and not the tokens. Masked positions are exactly 0 in value an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo_repro.types import ABSENT, Forward, Rollout
+from grpo_repro.types import ABSENT, Forward, Rollout, UserError
 
+LOWEST = -1e4  # log-prob of a token outside the support: its probability is exactly 0 in fp64 too
 SMALL_VOCABULARY = 4096  # up to here all logits are kept for the backward pass: faster, and twice differentiable
 # Their logits are lm_head(hidden), nothing more. Others (soft caps, logit scales) go through their own forward.
 PLAIN_HEADS = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "gpt2", "olmo2", "phi3")
@@ -28,13 +30,15 @@ def forward(
     *,
     entropy: bool = False,
     exact_ref: Tensor | None = None,
+    value_head: Callable[[Tensor], Tensor] | None = None,
     chunk: int = 1024,
 ) -> Forward:
     """log π(token | prefix) of every response token, [N, T] fp32 with gradient, 0 outside the mask.
 
     entropy: also −Σ π log π in nats, detached. exact_ref: log π_ref [N, T, V] from `log_distributions`, for KL(π‖π_ref) summed
     over the vocabulary, with gradient. chunk: tokens whose logits exist at a time, over a large vocabulary. The temperature
-    divides the logits first, as in the sampler; 0 (greedy) counts as 1.
+    divides the logits first, as in the sampler; 0 (greedy) counts as 1. value_head: [M, D] → [M], a critic on the hidden states.
+    A rollout that was drawn with top-p or top-k is scored over the same support.
     """
     r = trim(rollout)
     extra = rollout.mask_NT.shape[1] - r.mask_NT.shape[1]
@@ -45,24 +49,29 @@ def forward(
 
     token_M = r.response_NT[r.mask_NT]
     head = model.get_output_embeddings()
-    if model.config.model_type in PLAIN_HEADS and head.weight.shape[0] > SMALL_VOCABULARY and exact_ref is None:
-        hidden_MD = _hidden(model, r)
+    plain = model.config.model_type in PLAIN_HEADS
+    if value_head is not None and not plain:
+        raise UserError(
+            f"a critic needs a model whose hidden states are at hand, not {model.config.model_type!r}: use a Llama-style one"
+        )
+    hidden_MD = _hidden(model, r) if plain else ABSENT
+    value_NT = ABSENT if value_head is None else place(value_head(hidden_MD))
+    if plain and head.weight.shape[0] > SMALL_VOCABULARY and exact_ref is None and r.support_NTV is None:
         logp_M, entropy_M = _ChunkedHead.apply(hidden_MD, head.weight, head.bias, token_M, temperature or 1.0, chunk, entropy)
-        return Forward(place(logp_M), place(entropy_M) if entropy else ABSENT)
-    logp_MV = torch.log_softmax(_logits(model, r) / (temperature or 1.0), -1)
+        return Forward(place(logp_M), place(entropy_M) if entropy else ABSENT, value_NT=value_NT)
+    logp_MV = _log_softmax(_logits(model, r, hidden_MD), r, temperature)
     logp_NT = place(logp_MV.gather(-1, token_M[:, None])[:, 0])
     kl_NT = ABSENT if exact_ref is None else place(_kl(logp_MV, exact_ref[:, : r.mask_NT.shape[1]][r.mask_NT]))
-    return Forward(logp_NT, place(_entropy(logp_MV.detach())) if entropy else ABSENT, kl_NT)
+    return Forward(logp_NT, place(_entropy(logp_MV.detach())) if entropy else ABSENT, kl_NT, value_NT)
 
 
-@torch.no_grad()
-def log_distributions(model: PreTrainedModel, rollout: Rollout, temperature: float) -> Tensor:
+def log_distributions(model: PreTrainedModel, rollout: Rollout, temperature: float, *, gradient: bool = False) -> Tensor:
     """log π(· | prefix) over the whole vocabulary, [N, T, V] fp32, 0 outside the mask: for small vocabularies."""
-    r = trim(rollout)
-    logq_MV = torch.log_softmax(_logits(model, r) / (temperature or 1.0), -1)
-    logq_NTV = logq_MV.new_zeros(*rollout.mask_NT.shape, logq_MV.shape[-1])
-    logq_NTV[rollout.mask_NT] = logq_MV
-    return logq_NTV
+    with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
+        r = trim(rollout)
+        logq_MV = _log_softmax(_logits(model, r), r, temperature)
+        logq_NTV = logq_MV.new_zeros(*rollout.mask_NT.shape, logq_MV.shape[-1])
+        return logq_NTV.masked_scatter(rollout.mask_NT[..., None], logq_MV)
 
 
 def exact_kl(logp_NTV: Tensor, logq_NTV: Tensor, mask_NT: Tensor) -> Tensor:
@@ -111,7 +120,8 @@ def trim(rollout: Rollout) -> Rollout:
     if len(rollout.length_N) == 0:
         return rollout
     P, T = int(rollout.prompt_length_N.max()), int(rollout.length_N.max())
-    cut = {name: getattr(rollout, name)[:, :T] for name in ("response_NT", "mask_NT", "sampler_NT")}
+    at_tokens = ("response_NT", "mask_NT", "sampler_NT", "support_NTV")
+    cut = {name: getattr(rollout, name)[:, :T] for name in at_tokens if getattr(rollout, name) is not None}
     return replace(rollout, prompt_NP=rollout.prompt_NP[:, rollout.prompt_NP.shape[1] - P :], **cut)
 
 
@@ -136,10 +146,19 @@ def _hidden(model: PreTrainedModel, r: Rollout) -> Tensor:
     return states_NSD[:, P - 1 : P + T - 1][r.mask_NT]
 
 
-def _logits(model: PreTrainedModel, r: Rollout) -> Tensor:
-    """The logits that predict live tokens, [M, V], in fp32 or better."""
+def _log_softmax(logits_MV: Tensor, r: Rollout, temperature: float) -> Tensor:
+    """log π [M, V] at the temperature, over the support that the sampler had. Outside it the lowest number, never −inf: 0·∞ is NaN."""
+    scaled_MV = logits_MV / (temperature or 1.0)
+    if r.support_NTV is None:
+        return torch.log_softmax(scaled_MV, -1)
+    outside_MV = ~r.support_NTV[r.mask_NT]
+    return torch.log_softmax(scaled_MV.masked_fill(outside_MV, -torch.inf), -1).masked_fill(outside_MV, LOWEST)
+
+
+def _logits(model: PreTrainedModel, r: Rollout, hidden_MD: Tensor = ABSENT) -> Tensor:
+    """The logits that predict live tokens, [M, V], in fp32 or better; from the hidden states where they are at hand."""
     if model.config.model_type in PLAIN_HEADS:
-        return _upcast(model.get_output_embeddings()(_hidden(model, r)))
+        return _upcast(model.get_output_embeddings()(_hidden(model, r) if hidden_MD is None else hidden_MD))
     P, T = r.prompt_NP.shape[1], r.response_NT.shape[1]
     return _upcast(model(**_inputs(r)).logits[:, P - 1 : P + T - 1][r.mask_NT])
 

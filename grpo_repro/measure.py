@@ -9,12 +9,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo_repro.config import Run
+from grpo_repro.critic import Critic
 from grpo_repro.judge import judge
-from grpo_repro.logprobs import forward, log_distributions, micro_batches, trim
+from grpo_repro.logprobs import exact_kl, forward, log_distributions, micro_batches, trim
 from grpo_repro.policy import Policy
 from grpo_repro.rollout import sample
 from grpo_repro.tasks import Task
-from grpo_repro.types import Rollout
+from grpo_repro.types import ABSENT, Rollout
 
 WHOLE_VOCABULARY = 1024  # up to this many symbols a distribution is kept whole, and KL is exact
 EXAM = -1  # the exam's step index: it always sees the same random numbers, so two exams differ by the policy alone
@@ -25,15 +26,17 @@ class Measured:
     logp_NT: Tensor
     entropy_NT: Tensor
     logq_NTV: Tensor | None  # the whole distributions, where the vocabulary is small
+    value_NT: Tensor = ABSENT  # the critic's, where there is one
 
 
-def measure(model: PreTrainedModel, rollout: Rollout, run: Run, vocab: int) -> Measured:
-    """Log-probs and entropy (nats) of every live token, at the run's temperature; 0 at masked positions."""
+def measure(model: PreTrainedModel, rollout: Rollout, run: Run, vocab: int, critic: Critic | None = None) -> Measured:
+    """Log-probs, entropy (nats) and values of every live token, at the run's temperature; 0 at masked positions."""
     whole = vocab <= WHOLE_VOCABULARY
     n, t = rollout.response_NT.shape
     logp_NT = torch.zeros(n, t, device=rollout.response_NT.device)
     entropy_NT = torch.zeros_like(logp_NT)
     logq_NTV = torch.zeros(n, t, vocab, device=logp_NT.device) if whole else None
+    value_NT = torch.zeros_like(logp_NT) if critic is not None else ABSENT
     with torch.no_grad():
         for rows_K in micro_batches(rollout, run.machine.token_budget):
             part = trim(rollout.rows(rows_K))
@@ -42,15 +45,22 @@ def measure(model: PreTrainedModel, rollout: Rollout, run: Run, vocab: int) -> M
                 logq_KTV = log_distributions(model, part, run.rollout.temperature)
                 logq_NTV[rows_K, :width] = logq_KTV
                 logp_KT = logq_KTV.gather(-1, part.response_NT.unsqueeze(-1)).squeeze(-1)
-                entropy_KT = -(logq_KTV.exp() * logq_KTV).sum(-1)
+                entropy_KT = -(logq_KTV.exp() * logq_KTV).sum(-1)  # LOWEST, not −inf, outside a support
                 logp_NT[rows_K, :width] = logp_KT.masked_fill(~part.mask_NT, 0.0)
                 entropy_NT[rows_K, :width] = entropy_KT.masked_fill(~part.mask_NT, 0.0)
             else:
                 now = forward(model, part, run.rollout.temperature, entropy=True)
                 logp_NT[rows_K, :width] = now.logp_NT
-                if now.entropy_NT is not None:
-                    entropy_NT[rows_K, :width] = now.entropy_NT
-    return Measured(logp_NT, entropy_NT, logq_NTV)
+                entropy_NT[rows_K, :width] = now.entropy_NT
+            if critic is not None:
+                value_NT[rows_K, :width] = forward(model, part, run.rollout.temperature, value_head=critic).value_NT
+    return Measured(logp_NT, entropy_NT, logq_NTV, value_NT)
+
+
+def divergence_from(logp_NTV: Tensor, model: PreTrainedModel, part: Rollout, temperature: float) -> Tensor:
+    """Σ over the part's tokens of the exact KL(p‖π_θ), p given by its log-probs over the vocabulary; with gradient."""
+    logq_NTV = log_distributions(model, part, temperature, gradient=True)
+    return exact_kl(logp_NTV[:, : logq_NTV.shape[1]], logq_NTV, part.mask_NT).sum()
 
 
 def kl_between(of: Measured, to: Measured) -> Tensor | None:
@@ -72,6 +82,8 @@ def exam(policy: Policy, task: Task, run: Run) -> dict[str, float]:
         1,
         limit=run.rollout.limit or task.limit,
         temperature=run.rollout.temperature,
+        top_p=run.rollout.top_p,
+        top_k=run.rollout.top_k,
         seed=run.seed,
         step=EXAM,
         engine=run.machine.engine,

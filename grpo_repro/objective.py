@@ -38,6 +38,7 @@ class Objective:
     gate: tuple[Callable[[Forward, Minibatch], Tensor], ...] = ()
     transform: Callable[[Tensor, Tensor], Tensor] = knobs.transform.none
     overlong: Callable[[Tensor, Minibatch], tuple[Tensor, Tensor]] = knobs.overlong.keep
+    step: Callable[..., dict[str, float]] = knobs.step.gradient
 
     @property
     def needs(self) -> frozenset[str]:
@@ -96,6 +97,8 @@ def loss(objective: Objective, now: Forward, b: Minibatch, norm: Norm) -> tuple[
         gain_NT = gain_NT * gate(now, b)
     kl_NT = objective.kl(now, b)
     weight_NT = objective.aggregation(b, norm).to(gain_NT.dtype)
+    if b.prompt_weight_N is not None:
+        weight_NT = weight_NT * b.prompt_weight_N.to(gain_NT.dtype).unsqueeze(1)
     per_token_NT = objective.correction(b).to(gain_NT.dtype) * gain_NT - kl_NT
     total = -(weight_NT * per_token_NT.masked_fill(~b.mask_NT, 0.0)).sum()
     parts = Parts(logw_NT.detach(), gain_NT.detach(), hit_NT, kl_NT.detach(), weight_NT)

@@ -30,6 +30,25 @@ def uniform(seed: Index, stream: Index, step: Index, prompt: Index, sample: Inde
     return _shift(h, 11).double() * 2.0**-53
 
 
+def restrict(logits_NV: Tensor, temperature: float, top_p: float, top_k: int) -> Tensor:
+    """Logits with −inf outside the top k and outside the nucleus; top_p 1 and top_k 0 leave them as they are.
+
+    The nucleus is the smallest set of most likely tokens whose probability (at the temperature, after top k) reaches top_p, at least one;
+    tokens as likely as its last are in it too, so the set does not depend on the order of equals. What is left is renormalised by `draw`,
+    and by the trainer over the same set: that is what makes the ratio 1 on-policy (TRL#6789).
+    """
+    if top_k > 0:
+        kth_N1 = logits_NV.topk(min(top_k, logits_NV.shape[-1]), -1).values[:, -1:]
+        logits_NV = logits_NV.masked_fill(logits_NV < kth_N1, -torch.inf)
+    if top_p < 1.0:
+        p_NV = torch.softmax(logits_NV.double() / (temperature or 1.0), -1)
+        sorted_NV = p_NV.sort(-1, descending=True).values
+        before_NV = sorted_NV.cumsum(-1) - sorted_NV  # probability of the more likely tokens; 1e-9 below is round-off
+        least_N1 = sorted_NV.masked_fill(before_NV >= top_p - 1e-9, torch.inf).amin(-1, keepdim=True)
+        logits_NV = logits_NV.masked_fill(p_NV < least_N1, -torch.inf)
+    return logits_NV
+
+
 def draw(logits_NV: Tensor, u_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Sample one token a row by inverting the distribution function at u; returns token_N (int64) and its log-prob_N (float32).
 

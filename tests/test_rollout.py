@@ -259,8 +259,8 @@ def test_first_token_frequencies_are_the_models_probabilities():
 def scripted(*rows: list[int]):
     """An engine that returns these tokens, whatever the model says."""
 
-    def engine(model, prompt_MP, prompt_length_M, prompt_N, u_NT, end_V, temperature):
-        return torch.tensor(rows), torch.full((len(rows), len(rows[0])), -1.0)
+    def engine(model, prompt_MP, prompt_length_M, prompt_N, u_NT, end_V, temperature, top_p, top_k):
+        return torch.tensor(rows), torch.full((len(rows), len(rows[0])), -1.0), None
 
     return engine
 

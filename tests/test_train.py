@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_repro import NUMERICS, policy, start, train
+from grpo_repro import NUMERICS, policy, start, train, update
 from grpo_repro.config import Run, merged, parse_run
 from grpo_repro.judge import judge
+from grpo_repro.learner import Learner
 from grpo_repro.logprobs import forward
+from grpo_repro.measure import Measured
 from grpo_repro.objective import score
 from grpo_repro.policy import Policy
 from grpo_repro.rollout import sample
@@ -73,7 +75,7 @@ def test_rows_are_numbered_and_end_with_an_exam() -> None:
 
 
 @pytest.fixture
-def rolled() -> tuple[train.Learner, Rollout, Minibatch]:
+def rolled() -> tuple[Learner, Rollout, Minibatch]:
     """A learner after one rollout of unequal lengths, before any update."""
     run = config(task="tail", rollout__updates=1, rollout__minibatches=1, rollout__limit=12)
     made, task = start.load(run, Path("unused"))
@@ -81,7 +83,7 @@ def rolled() -> tuple[train.Learner, Rollout, Minibatch]:
         made.model.lm_head.weight[next(iter(made.end_ids))] *= 1.5  # ends come early and unevenly
     rollout = sample(made, task.draw(0, 0, 6), 4, limit=12, temperature=1.0, seed=0, step=0)
     assert len(set(rollout.length_N.tolist())) > 3
-    learner = train.Learner.of(run, made, task)
+    learner = Learner.of(run, made, task)
     judged = judge(learner.objective.reward, rollout, task, made, 0, 0)
     old_NT = forward(made.model, rollout, 1.0).logp_NT.detach()
     ref_NT = old_NT + 0.1 * rollout.mask_NT
@@ -99,25 +101,26 @@ def rolled() -> tuple[train.Learner, Rollout, Minibatch]:
     return learner, rollout, b
 
 
-def gradients(learner: train.Learner, rollout: Rollout, b: Minibatch, **machine: Any) -> torch.Tensor:
+def gradients(learner: Learner, rollout: Rollout, b: Minibatch, **machine: Any) -> torch.Tensor:
     """The gradient of one update, by plain SGD with lr 1 and no clipping: θ_before − θ_after."""
     learner = copy.deepcopy(learner)
     changes = {"scale.optimizer": "sgd", "scale.lr": 1.0, "scale.grad_clip": 1e9, "scale.warmup": 0}
     data = merged(learner.run.model_dump(), changes | {f"machine.{k}": v for k, v in machine.items()})
-    learner = train.Learner.of(parse_run(data, "test"), learner.policy, learner.task)
+    learner = Learner.of(parse_run(data, "test"), learner.policy, learner.task)
     before = [p.detach().clone() for p in learner.policy.model.parameters()]
-    train.update(learner, rollout, score(learner.objective, b), 0)
+    measured = Measured(b.old_NT, b.old_NT, None)
+    update.update(learner, learner.objective, rollout, score(learner.objective, b), measured, None, 0)
     return torch.cat([(p - q.detach()).flatten() for p, q in zip(before, learner.policy.model.parameters(), strict=True)])
 
 
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "constant_length", "sequence_sum"])
 def test_one_batch_equals_row_by_row_equals_left_padded(
-    rolled: tuple[train.Learner, Rollout, Minibatch], aggregation: str
+    rolled: tuple[Learner, Rollout, Minibatch], aggregation: str
 ) -> None:
     """{micro-batches of all rows} ≡ {one row each} ≡ {three more columns of padding on the left}: TRL#7206, verl#3741."""
     learner, rollout, b = rolled
     data = merged(learner.run.model_dump(), {"objective.aggregation": aggregation})
-    learner = train.Learner.of(parse_run(data, "test"), learner.policy, learner.task)
+    learner = Learner.of(parse_run(data, "test"), learner.policy, learner.task)
     whole = gradients(learner, rollout, b)
     rows = gradients(learner, rollout, b, token_budget=1)
     wider = replace(rollout, prompt_NP=torch.nn.functional.pad(rollout.prompt_NP, (3, 0), value=16))
@@ -171,9 +174,25 @@ def test_a_blow_up_stops_the_run_and_names_step_tensor_and_knob(monkeypatch: pyt
     made, task = start.load(run, Path("unused"))
     run_steps = train.train(run, made, task)
     next(run_steps)
-    monkeypatch.setattr(train, "forward", poisoned)
-    with pytest.raises(NonFinite, match=r"step 1: the loss is nan and the gradient norm .*① ratio and ② clip"):
+    monkeypatch.setattr(update, "forward", poisoned)
+    with pytest.raises(NonFinite, match=r"step 1: the policy's log-prob \(π_θ, knob ①\) is nan"):
         next(run_steps)
+
+
+def test_a_gradient_that_blows_up_under_a_finite_loss_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL#3248: min() hides the infinity of the loss, not that of the gradient."""
+
+    def poisoned(*args: Any, **kwargs: Any) -> Any:
+        now = forward(*args, **kwargs)
+        if now.logp_NT.requires_grad:
+            now.logp_NT.register_hook(lambda g: g * float("inf"))
+        return now
+
+    run = config()
+    made, task = start.load(run, Path("unused"))
+    monkeypatch.setattr(update, "forward", poisoned)
+    with pytest.raises(NonFinite, match=r"step 0: the loss is .* and the gradient norm (nan|inf); look at ① ratio and ② clip"):
+        next(train.train(run, made, task))
 
 
 def test_nan_weights_are_seen_when_sampling() -> None:
@@ -207,11 +226,11 @@ def test_minibatches_are_whole_groups_and_cover_every_row_once() -> None:
         cut_N=torch.zeros(9, dtype=torch.bool),
         limit=1,
     )
-    parts = train.minibatches(b, run, step=0, epoch=0)
+    parts = update.minibatches(b, run, step=0, epoch=0)
     assert sorted(torch.cat(parts).tolist()) == list(range(9))
     owner = [{int(g) for g in b.group_N[part]} for part in parts]
     assert sum(len(groups) for groups in owner) == len(set.union(*owner)) == 4
-    orders = {str([p.tolist() for p in train.minibatches(b, run, 0, epoch)]) for epoch in range(6)}
+    orders = {str([p.tolist() for p in update.minibatches(b, run, 0, epoch)]) for epoch in range(6)}
     assert len(orders) > 1, "every pass takes the groups in the same order"
 
 

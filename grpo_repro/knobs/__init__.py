@@ -9,7 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from grpo_repro.knobs import advantage, aggregation, clip, correction, gate, kl, overlong, ratio, reward, sampling, transform
+from grpo_repro.knobs import (
+    advantage,
+    aggregation,
+    clip,
+    correction,
+    gate,
+    kl,
+    overlong,
+    ratio,
+    reward,
+    sampling,
+    step,
+    transform,
+)
 from grpo_repro.spec import Spec, base, bind, public
 
 # slot of the Objective → the module that holds its variants, and the seed's number of the knob
@@ -26,6 +39,7 @@ SLOTS = {
     "sampling": (sampling, "⑥"),
     "overlong": (overlong, "⑥"),
     "reward": (reward, "⑦"),
+    "step": (step, "②"),
 }
 
 

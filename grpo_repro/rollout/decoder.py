@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from grpo_repro.uniform import draw
+from grpo_repro.uniform import draw, restrict
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 COMPACT = 0.9  # drop finished rows once the live ones are at most this share (measured: .8 to .95 are equal, .5 and 1 slower)
@@ -46,10 +46,12 @@ def decode(
     u_NT: Tensor,
     end_V: Tensor,
     temperature: float,
+    top_p: float = 1.0,
+    top_k: int = 0,
     *,
     compact: float = COMPACT,
-) -> tuple[Tensor, Tensor]:
-    """Sample a response a row: token_NT (int64) and its log-prob_NT (float32) at the temperature.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Sample a response a row: token_NT (int64), its log-prob_NT (float32) at the temperature, and with top-p or top-k support_NTV.
 
     prompt_MP holds the M distinct prompts, left-padded; row n continues prompt_MP[prompt_N[n]] with the uniforms u_NT[n].
     end_V marks the tokens that end a response. What a row holds after its end token is undefined.
@@ -59,6 +61,7 @@ def decode(
     token_TN = torch.zeros(T, N, dtype=torch.int64, device=device)
     logp_TN = torch.zeros(T, N, device=device)
     u_TN = u_NT.t().contiguous()
+    support_TNV = torch.ones(T, N, len(end_V), dtype=torch.bool, device=device) if top_p < 1.0 or top_k > 0 else None
 
     pad_M = P - prompt_length_M
     slot_P = torch.arange(P, device=device)
@@ -76,6 +79,9 @@ def decode(
     bias_R11S = _bias(pad_R, P + T, x_MPD.dtype) if ragged else None
     look = 1 if device.type == "cpu" else 8  # counting the live rows makes an accelerator wait
     for t in range(T):
+        if support_TNV is not None:
+            logits_RV = restrict(logits_RV, temperature, top_p, top_k)
+            support_TNV[t, row_R] = torch.isfinite(logits_RV)
         token_R, logp_R = draw(logits_RV, u_TN[t, row_R], temperature)
         token_TN[t, row_R], logp_TN[t, row_R] = token_R, logp_R
         done_R |= end_V[token_R]
@@ -95,7 +101,7 @@ def decode(
         seen = bias_R11S[..., : P + t + 1] if bias_R11S is not None else None
         x_R1D = weights.layers_forward(token_R[:, None], (P + t - pad_R)[:, None], cache, P + t, seen)
         logits_RV = weights.logits(x_R1D[:, 0])
-    return token_TN.t(), logp_TN.t()
+    return token_TN.t(), logp_TN.t(), None if support_TNV is None else support_TNV.transpose(0, 1)
 
 
 def _bias(pad_R: Tensor, slots: int, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,156 @@
+"""⑥ Which prompts, and how many responses to each: the rollout of one step, judged.
+
+Plain; with redrawn batches until enough groups are mixed (dynamic); with further samples for prompts that nobody solved (extra); or
+a chunk at a time, unfinished responses going on under newer weights (partial).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from grpo_repro import knobs
+from grpo_repro.judge import Judged, judge
+from grpo_repro.learner import Learner
+from grpo_repro.rollout import Births, Decoding, join, proceed, sample
+from grpo_repro.spec import unbind
+from grpo_repro.types import Rollout, UserError
+
+Row = dict[str, float]
+
+
+def collect(learner: Learner, step: int) -> tuple[Rollout, Judged, Row]:
+    """The step's rollout with its rewards, and what it cost. Raises UserError when a bounded search found nothing to learn from."""
+    wanted, resampling = learner.run.rollout, "resample" in knobs.traits(learner.objective.sampling)
+    if wanted.chunk is not None:
+        rollout, row = _partial(learner, step, wanted.chunk)
+        return rollout, _judged(learner, rollout, step), row
+    if resampling:
+        return _dynamic(learner, step)
+    rollout = _sample(learner, step, 0, wanted.group_size)
+    if not wanted.extra:
+        return rollout, _judged(learner, rollout, step), {}
+    return _extra(learner, rollout, step)
+
+
+def decoding(learner: Learner) -> Decoding:
+    r, m = learner.run.rollout, learner.run.machine
+    return Decoding(r.temperature, r.top_p, r.top_k, m.engine, m.batch_rows)
+
+
+def _sample(
+    learner: Learner, step: int, batch: int, size: int | list[int], first_member: int = 0, prompts: int | None = None
+) -> Rollout:
+    """Responses to the step's batch-th batch of prompts; batches of a step hold different prompts."""
+    n, how = learner.run.rollout.prompts, decoding(learner)
+    drawn = learner.task.draw(learner.run.seed, step, n * (batch + 1))[n * batch :][:prompts]
+    limit = learner.run.rollout.chunk or learner.limit
+    return sample(
+        learner.policy,
+        drawn,
+        size,
+        limit=min(limit, learner.limit),
+        seed=learner.run.seed,
+        step=step,
+        first=n * batch,
+        first_member=first_member,
+        **vars(how),
+    )
+
+
+def _judged(learner: Learner, rollout: Rollout, step: int) -> Judged:
+    steps = "steps" in learner.objective.needs
+    return judge(learner.objective.reward, rollout, learner.task, learner.policy, learner.run.seed, step, steps=steps)
+
+
+def _dynamic(learner: Learner, step: int) -> tuple[Rollout, Judged, Row]:
+    """DAPO's dynamic sampling: batches until there are as many mixed groups as prompts were asked for, at most `max_batches`."""
+    wanted, spec = learner.run.rollout.prompts, unbind(learner.objective.sampling)
+    most = int(spec["max_batches"]) if isinstance(spec, dict) else 1
+    parts: list[Rollout] = []
+    for batch in range(most):
+        parts.append(_sample(learner, step, batch, learner.run.rollout.group_size))
+        rollout = join(parts)
+        judged = _judged(learner, rollout, step)
+        kept_N = learner.objective.sampling(judged.r_N, rollout.group_N)
+        mixed = torch.unique(rollout.group_N[kept_N])
+        if len(mixed) >= wanted:
+            break
+    if not len(mixed):
+        high = float(judged.r_N.max())
+        flat = [float(judged.r_N[rollout.group_N == g][0]) for g in torch.unique(rollout.group_N)]
+        raise UserError(
+            f"step {step}: {len(parts)} batches of {wanted} prompts hold no group with mixed rewards ({flat.count(high)} groups all at "
+            f"{high:g}, {len(flat) - flat.count(high)} all lower): nothing can be learned; take other prompts, a larger group_size, or "
+            "more max_batches."
+        )
+    row = {
+        "groups/sampled": float(len(rollout.prompts)),
+        "groups/mixed": float(len(mixed)),
+        "tokens/sampled": float(rollout.length_N.sum()),
+        "reward/sampled": float(judged.r_N.mean()),
+        "accuracy/sampled": float(judged.correct_N.mean()),
+    }
+    surplus_N = torch.isin(rollout.group_N, mixed[wanted:])
+    keep_K = (~surplus_N).nonzero().squeeze(1)
+    return rollout.rows(keep_K), judged.rows(keep_K), row
+
+
+def _extra(learner: Learner, rollout: Rollout, step: int) -> tuple[Rollout, Judged, Row]:
+    """Further samples for the prompts of which no response was right: their groups are larger."""
+    judged = _judged(learner, rollout, step)
+    size, extra = learner.run.rollout.group_size, learner.run.rollout.extra
+    solved = {int(g) for g in rollout.group_N[judged.correct_N > 0.5]}
+    sizes = [0 if g in solved else extra for g in range(len(rollout.prompts))]
+    row = {"groups/extra": float(sum(s > 0 for s in sizes))}
+    if not any(sizes):
+        return rollout, judged, row
+    more = _sample(learner, step, 0, sizes, first_member=size)
+    both = join([rollout, more], groups=[rollout.group_N, more.group_N])
+    return both, _judged(learner, both, step), row
+
+
+def _partial(learner: Learner, step: int, chunk: int) -> tuple[Rollout, Row]:
+    """Responses grow by at most `chunk` tokens a step; a group is trained on in the step in which its last response has ended.
+
+    Every token keeps the log-prob of the weights that drew it. A step in which no group is complete goes on until one is.
+    """
+    go_on = partial(proceed, learner.policy, chunk=chunk, limit=learner.limit, seed=learner.run.seed, how=decoding(learner))
+    flight = learner.pending
+    if flight is not None:
+        flight = go_on(*flight), flight[1]
+    waiting = len(flight[0].prompts) if flight else 0
+    if waiting < learner.run.rollout.prompts:
+        fresh = _sample(learner, step, 0, learner.run.rollout.group_size, prompts=learner.run.rollout.prompts - waiting)
+        member_N = torch.arange(len(fresh.group_N), device=fresh.group_N.device) % learner.run.rollout.group_size
+        births = Births(torch.full_like(fresh.group_N, step), fresh.group_N, member_N)
+        flight = (fresh, births) if flight is None else (join([flight[0], fresh]), _together(flight[1], births))
+    assert flight is not None
+    while not len(_complete(flight[0], learner.limit)):
+        flight = go_on(*flight), flight[1]
+    rollout, births = flight
+    done_N = torch.isin(rollout.group_N, _complete(rollout, learner.limit))
+    row = {"groups/unfinished": float(len(rollout.prompts) - len(torch.unique(rollout.group_N[done_N])))}
+    older_N = births.step_N[done_N] < step
+    row["rows/older"] = float(older_N.sum())
+    rest_K = (~done_N).nonzero().squeeze(1)
+    learner.pending = (_renumbered(rollout.rows(rest_K)), births.rows(rest_K)) if len(rest_K) else None
+    return _renumbered(rollout.rows(done_N.nonzero().squeeze(1))), row
+
+
+def _complete(rollout: Rollout, limit: int) -> torch.Tensor:
+    """Ids of the groups all of whose responses have ended, or are at the limit."""
+    open_N = rollout.cut_N & (rollout.length_N < limit)
+    ids = torch.unique(rollout.group_N)
+    return ids[~torch.isin(ids, rollout.group_N[open_N])]
+
+
+def _renumbered(rollout: Rollout) -> Rollout:
+    ids, index_N = torch.unique(rollout.group_N, return_inverse=True)
+    return replace(rollout, prompts=tuple(rollout.prompts[g] for g in ids.tolist()), group_N=index_N)
+
+
+def _together(a: Births, b: Births) -> Births:
+    return Births(*(torch.cat([getattr(a, n), getattr(b, n)]) for n in ("step_N", "prompt_N", "member_N")))
