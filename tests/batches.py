@@ -136,10 +136,17 @@ def oracle_spec(objective: Objective) -> dict[str, Any]:
     return {k: [named(g) for g in v] if isinstance(v, tuple) else named(v) for k, v in slots.items()}
 
 
+ELSEWHERE = {
+    ("kl_in_reward", "full"),
+    ("reward", "learned"),
+}  # refused: only the policy in the loss has it; needs a model in a folder
+EXAMPLES = {"pattern": r"\d+", "note": "rare", "parts": [{"reward": "exact_match", "weight": 2.0}]}
+
+
 def every_variant(slot: str) -> Iterator[Any]:
     """Each variant of a slot, in each combination of its words and switches; a number without default is .1, or 3 where it counts."""
     for name, function in knobs.variants(slot).items():
-        if (slot, name) == ("kl_in_reward", "full"):  # refused: only the policy in the loss has it
+        if (slot, name) in ELSEWHERE:
             continue
         options: dict[str, tuple[Any, ...]] = {}
         for key, p in parameters(function).items():
@@ -147,6 +154,8 @@ def every_variant(slot: str) -> Iterator[Any]:
                 options[key] = get_args(p.annotation)
             elif p.annotation is bool:
                 options[key] = (True, False)
+            elif key in EXAMPLES and p.default is inspect.Parameter.empty:
+                options[key] = (EXAMPLES[key],)
             elif p.default is inspect.Parameter.empty:
                 options[key] = (3 if get_args(p.annotation)[:1] == (int,) else 0.1,)
         for values in itertools.product(*options.values()):

@@ -280,10 +280,11 @@ def overlong(spec: Spec, x: Batch, i: int) -> tuple[float, bool]:
     if spec["name"] == "mask":
         return x.r[i], x.cut[i]
     if spec["name"] == "soft_penalty":
-        soft = x.limit - spec["cache"]
+        cache = spec["cache"] or max(x.limit // 5, 1)  # null: a fifth, as 4096 of 20480
+        soft = x.limit - cache
         if x.cut[i] or x.length[i] > x.limit:
             return x.r[i] - 1, False
-        return x.r[i] - (x.length[i] - soft) / spec["cache"] if x.length[i] > soft else x.r[i], False
+        return x.r[i] - (x.length[i] - soft) / cache if x.length[i] > soft else x.r[i], False
     raise NotImplementedError(f"overlong {spec['name']}")
 
 

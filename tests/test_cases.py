@@ -69,6 +69,45 @@ def test_n04_a_ratio_out_of_range_is_finite_for_both_signs(a: float, value: floa
     assert grad_NT.item() == 0.0
 
 
+@pytest.mark.parametrize("far", [100.0, -100.0, 1e4])
+@pytest.mark.parametrize("name", knobs.variants("clip"))
+def test_n04_every_clip_is_finite_out_of_range(name: str, far: float) -> None:
+    """In float32, for both signs of Â and with every ratio; and neither is the gradient NaN where the value is not."""
+    for chosen in (ratio.token, ratio.sequence, ratio.sequence_token, ratio.prefix):
+        for a in (1.0, -1.0):
+            b = minibatch([0], [0], [[1, 1]], dtype=F32, old_NT=[[-far, -1.0]], advantage=[[a]])
+            objective = Objective(ratio=chosen, clip=knobs.variants("clip")[name])
+            total, grad_NT = value_and_gradient(objective, now([[0.0, -1.0]], F32), b)
+            assert torch.isfinite(total)
+            assert torch.isfinite(grad_NT).all()
+
+
+@pytest.mark.parametrize("far", [89.0, -89.0, 1e4, -1e4])
+@pytest.mark.parametrize("name", [n for n in knobs.variants("kl") if n not in ("none", "full")])
+def test_n01_every_estimator_stays_finite(name: str, far: float) -> None:
+    """`full` is the vocabulary's, see logprobs. Beyond the bound of d no estimator has a gradient but through k3_unbiased's own w."""
+    forward = now([[-far]], F32)
+    b = minibatch([0], [0], [[1]], dtype=F32, ref_NT=[[0.0]], old_NT=[[-far]])
+    value_NT = knobs.variants("kl")[name](forward, b, beta=1.0)
+    slope = torch.autograd.grad(value_NT.sum(), forward.logp_NT)[0].item()
+    assert math.isfinite(value_NT.item())
+    assert math.isfinite(slope)
+    assert slope == 0.0 or name == "k3_unbiased"
+
+
+@pytest.mark.parametrize("dtype", [F32, F64])
+@pytest.mark.parametrize("name", [n for n, f in knobs.variants("advantage").items() if "values" not in knobs.needs(f)])
+def test_n06_every_advantage_of_equal_rewards_is_exactly_zero(name: str, dtype: torch.dtype) -> None:
+    """Whatever the mean rounds to, with ε = 0 where there is an ε: by group and by batch, by response and by step."""
+    function = knobs.variants("advantage")[name]
+    chosen = partial(function, eps=0.0) if "eps" in (function.__kwdefaults__ or {}) else function
+    for r in (0.95, 0.1, 1e6 / 3, -0.7):
+        for g in (1, 2, 3, 7, 8, 33):
+            b = minibatch([r] * g, [0] * g, [[1, 1]] * g, dtype=dtype, step_r_NT=torch.full((g, 2), r, dtype=dtype))
+            b = replace(b, step_end_NT=torch.ones(g, 2, dtype=torch.bool))
+            assert (chosen(b) == 0).all()
+
+
 @pytest.mark.parametrize("dtype", [F32, F64])
 def test_n06_equal_rewards_have_no_spread_whatever_rounding_says(dtype: torch.dtype) -> None:
     """NeMo-RL#4158: one-pass variance gave an advantage of −2075. Here: seven .95 and a 0, and eight .95."""
@@ -232,6 +271,12 @@ def test_g04_g07_the_config_refuses_a_group_of_one() -> None:
         parse_run(run, "here")
 
 
+@pytest.mark.parametrize("function", [f for f in knobs.variants("advantage").values() if "group_baseline" in knobs.traits(f)])
+def test_g13_siblings_without_a_common_id_teach_nothing(function: Any) -> None:
+    """Search-R1#88: four groups of one would be REINFORCE on raw rewards; here they are nothing, which the log shows."""
+    assert a_of(function, [1.0, 0.0, 1.0, 0.0], [0, 1, 2, 3]) == [0.0] * 4
+
+
 def test_g06_ragged_groups_keep_their_own_statistics() -> None:
     """AReaL#1419: (1, 0, 1) and (0, 0, 1, 1), where a stride of 4 shifts every later group."""
     a = a_of(partial(advantage.group_zscore, eps=0.0), [1, 0, 1, 0, 0, 1, 1], [0, 0, 0, 1, 1, 1, 1])
@@ -339,7 +384,42 @@ def test_o08_the_token_ratio_is_not_the_product() -> None:
         assert loss(Objective(ratio=chosen, clip=clip.ppo), forward, b, Norm.of(b))[1].hit_NT.tolist() == [hits]
 
 
+@pytest.mark.parametrize(("cap", "weight"), [(1.28, 1.28), (5.0, math.e), (0.2, 0.2)])
+def test_o06_a_detached_weight_keeps_the_score_function(cap: float, weight: float) -> None:
+    """open-instruct#1269: log π = −1, log π_old = −2, Â = 1: gradient −min(e, cap), not 0; value −weight·log π. A cap below 1, TRL's
+    default (E2), erases the ratio and scales the step."""
+    b = minibatch([0], [0], [[1]], old_NT=[[-2.0]], advantage=[[1.0]])
+    total, grad_NT = value_and_gradient(Objective(clip=partial(clip.truncate, w_max=cap)), now([[-1.0]]), b)
+    assert grad_NT.item() == pytest.approx(-weight, rel=1e-12)
+    assert total.item() == pytest.approx(weight, rel=1e-12)
+
+
+@pytest.mark.parametrize("cap", [1.28, 3.0])
+def test_o04_a_hit_of_a_two_sided_bound_is_where_it_acts(cap: float) -> None:
+    """CISPO's bound acts on both signs above the cap and nowhere below; dual clip's on Â<0 above c as well."""
+    w, a = [1.1, 1.1, 4.0, 4.0, 0.1, 0.1], [1.0, -1.0] * 3
+    b = minibatch([0] * 6, [0] * 6, [[1]] * 6, old_NT=[[0.0]] * 6, advantage=[[v] for v in a])
+    forward = now([[math.log(v)] for v in w])
+    hits = {
+        f: loss(Objective(clip=partial(f, w_max=cap)), forward, b, Norm.of(b))[1].hit_NT.flatten().tolist()
+        for f in (clip.truncate, clip.dual)
+    }
+    assert hits[clip.truncate] == [False, False, True, True, False, False]
+    assert hits[clip.dual] == [False, False, True, True, False, True]
+
+
 # ---- S: the sampler ----
+
+
+def test_s10_log_probs_shifted_by_one_are_no_small_correction() -> None:
+    """python-sdk#457: [−.1, −2, −.3, −1.5] against itself shifted by one: mean |Δ| 1.6 over the three they share; unshifted ρ is 1."""
+    right = [-0.1, -2.0, -0.3, -1.5]
+    same = minibatch([0], [0], [[1] * 4], old_NT=[right], sampler_NT=[right])
+    assert (correction.truncate(same) == 1).all()
+    shifted = minibatch([0], [0], [[1] * 3], old_NT=[right[1:]], sampler_NT=[right[:-1]])
+    rho_NT = correction.truncate(shifted, w_max=1e9)
+    assert rho_NT.log().abs().mean().item() == pytest.approx(1.6)
+    assert correction.mask(shifted, w_min=0.5, w_max=5.0).count_nonzero().item() == 0, "IcePop hides every token"
 
 
 def test_s03_a_correction_multiplies_what_the_clip_left_and_never_moves_the_clip() -> None:
@@ -374,6 +454,78 @@ def test_r16_the_zscore_forgets_the_scale_of_the_reward() -> None:
     for top in (10.0, 1.0):
         a = a_of(partial(advantage.group_zscore, eps=0.0), [0, 0, 0, 0, top])
         assert a == pytest.approx([-0.44721] * 4 + [1.78885], abs=1e-5)
+
+
+@pytest.mark.parametrize("right", [0.0, 1.0])
+@pytest.mark.parametrize("filtered", [knobs.sampling.drop_zero_variance, knobs.sampling.dynamic])
+def test_d01_d03_a_rollout_of_flat_groups_is_empty_and_harmless(filtered: Any, right: float) -> None:
+    """DAPO#22, prime-rl#2277: all 0 or all 1: nothing is kept, the loss is 0 and its gradient 0, no 0/0. (How often the loop redraws and
+    what it says: test_train.)"""
+    b = minibatch([right] * 4, [0, 0, 1, 1], [[1, 1]] * 4, old_NT=[[-1.0] * 2] * 4, ref_NT=[[-2.0] * 2] * 4)
+    for name, baseline in knobs.variants("advantage").items():
+        if knobs.needs(baseline) or name == "running_zscore":
+            continue
+        objective = Objective(sampling=filtered, advantage=baseline, kl=partial(kl.k3, beta=0.1), clip=clip.ppo)
+        scored = score(objective, b)
+        assert (len(scored.row_K), scored.dropped_rows, scored.dropped_groups) == (0, 4, 2)
+        total, grad_NT = from_rewards(objective, now([[-1.0] * 2] * 4), b)
+        assert total.item() == 0.0
+        assert (grad_NT == 0).all()
+
+
+def test_d08_how_many_groups_are_flat_at_two() -> None:
+    """CoursIA#10603, p = .1819: .702 of groups at G = 2, .449 at 4, .201 at 8, .040 at 16, by counting what the filter drops."""
+    for g, printed in ((2, 0.702), (4, 0.449), (8, 0.201), (16, 0.040)):
+        flat = 0.0
+        for k in range(g + 1):
+            r_N = torch.tensor([1.0] * k + [0.0] * (g - k))
+            if not knobs.sampling.dynamic(r_N, torch.zeros(g, dtype=torch.int64)).any():
+                flat += math.comb(g, k) * 0.1819**k * (1 - 0.1819) ** (g - k)
+        assert flat == pytest.approx(printed, abs=6e-4)
+
+
+@pytest.mark.parametrize("weighted", [aggregation.token_mean, aggregation.sequence_mean, aggregation.constant_length])
+def test_flat_groups_dilute_the_step_unless_they_are_dropped(weighted: Any) -> None:
+    """trl#6365, CLAIMS E13: three flat groups beside one mixed: a quarter of the step; dropped, or under `balanced`, the whole of it."""
+    r, group = [1.0, 0.0, *[1.0] * 6], [0, 0, 1, 1, 2, 2, 3, 3]
+    b = minibatch(r, group, [[1, 1]] * 8, old_NT=[[-1.0] * 2] * 8)
+    alone = b.rows(torch.arange(2))
+
+    def step(chosen: Any, filtered: Any, batch: Any) -> Any:
+        objective = Objective(aggregation=chosen, sampling=filtered, clip=clip.ppo)
+        return from_rewards(objective, now([[-1.0] * 2] * len(batch.r_N)), batch)[1][:2]
+
+    whole_NT = step(weighted, knobs.sampling.all, alone)
+    torch.testing.assert_close(step(weighted, knobs.sampling.all, b), whole_NT / 4)
+    torch.testing.assert_close(step(weighted, knobs.sampling.dynamic, b), whole_NT)
+    torch.testing.assert_close(
+        step(aggregation.balanced, knobs.sampling.all, b), step(aggregation.balanced, knobs.sampling.all, alone)
+    )
+
+
+def test_the_paper_of_pass_at_k_is_not_best_minus_second_best() -> None:
+    """CLAIMS E6: verl's grpo_passk pays only a group with exactly one right answer; two right of four at k = 2 are worth something here."""
+    a = a_of(partial(advantage.pass_at_k, k=2), [1.0, 1.0, 0.0, 0.0])
+    assert a[0] == a[1] > 0 > a[2] == a[3]
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (advantage, ("one response has nothing to be compared with", "all equal has Â = 0 exactly")),  # G04, N06
+        (advantage.group_zscore, ("added to the\n    standard deviation",)),  # N08
+        (knobs.sampling.all, ("KL term stays",)),  # K04
+        (knobs.sampling.drop_zero_variance, ("KL term is dropped too",)),
+        (aggregation.balanced, ("KL term is dropped with them",)),
+        (knobs.overlong.mask, ("still counts in its group's baseline", "in no denominator")),  # M06
+        (ratio.sequence, ("bound applies to the mean, not to the tokens",)),  # N03
+        (Norm, ("Dropped rows are not counted",)),  # D04
+        (loss, ("with every token masked\n    both are 0",)),  # M07
+        (advantage.pass_at_k, ("highest and above 0", "a KL charged to the\n    reward is not seen")),
+    ],
+)
+def test_where_frameworks_differ_the_docstring_says_our_choice(function: Any, words: tuple[str, ...]) -> None:
+    assert all(said in (function.__doc__ or "") for said in words)
 
 
 def test_d04_rows_and_groups_that_were_dropped_are_two_numbers() -> None:

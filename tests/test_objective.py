@@ -14,9 +14,9 @@ from batches import F64, PRESETS, every_variant, from_rewards, minibatch, oracle
 
 from grpo_repro import adaptive, knobs
 from grpo_repro.objective import Objective, loss, score
-from grpo_repro.types import Forward, Minibatch, NonFinite, Norm
+from grpo_repro.types import Forward, Minibatch, NonFinite, Norm, UserError
 
-SLOTS = [slot for slot in knobs.SLOTS if slot not in ("gate", "reward")]
+SLOTS = [slot for slot in knobs.SLOTS if slot not in ("gate", "reward", "step")]
 
 
 def agree(objective: Objective, now: Forward, b: Minibatch) -> None:
@@ -128,6 +128,7 @@ def turned(slot: str, spec: dict[str, Any], chance: Random) -> dict[str, Any]:
         ("advantage", "group_zscore"): {"eps": chance.choice([1e-4, 1e-6, 0.0])},
         ("advantage", "pass_at_k"): {"k": chance.choice([1, 2, 3])},
         ("advantage", "gae"): {"gamma": chance.choice([1.0, 0.9]), "lam": chance.choice([1.0, 0.95, 0.0])},
+        ("overlong", "soft_penalty"): {"cache": chance.choice([None, 3, 5])},
         ("transform", "sigmoid"): {"center": chance.choice([0.0, 0.5]), "scale": chance.choice([0.3, 2.0])},
     }
     return {**spec, **drawn.get((slot, spec["name"]), {})}
@@ -258,6 +259,63 @@ def test_a_reward_that_is_not_a_number_is_named(bad: float) -> None:
 def test_an_advantage_that_is_not_a_number_is_named() -> None:
     with pytest.raises(NonFinite, match=r"advantage \(knob ③\) is nan at index 0"):
         score(Objective(advantage=lambda b: b.r_N.unsqueeze(1) * torch.nan), minibatch([1, 0], [0, 0], [[1], [1]]))
+
+
+LIVE = minibatch(
+    [1, 0],
+    [0, 0],
+    [[1, 1], [1, 0]],
+    old_NT=[[-1.0, -1.0]] * 2,
+    sampler_NT=[[-1.0, -1.0]] * 2,
+    ref_NT=[[-1.0, -1.0]] * 2,
+    advantage=[[1.0], [-1.0]],
+)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        ("logp_NT", r"policy's log-prob \(π_θ, knob ①\)"),
+        ("old_NT", r"old policy's log-prob \(π_old, knob ①\)"),
+        ("sampler_NT", r"sampler's log-prob \(μ, knob ① correction\)"),
+        ("ref_NT", r"reference's log-prob \(π_ref, knob ⑤\)"),
+        ("advantage", r"advantage \(knob ③\)"),
+        ("exact_kl_NT", r"exact KL \(knob ⑤\)"),
+    ],
+)
+def test_a_live_token_that_is_not_a_number_is_named(tensor: str, said: str, bad: float) -> None:
+    """Also where a bound would have made it finite (log π = ∞ has w = e^20) and where no variant of the objective would notice."""
+    now = Forward(torch.full((2, 2), -1.0, dtype=F64, requires_grad=True), exact_kl_NT=torch.zeros(2, 2, dtype=F64))
+    holder: Any = now if hasattr(now, tensor) else LIVE
+    broken = getattr(holder, tensor).detach().clone()
+    broken[1, 0] = bad
+    changed = replace(holder, **{tensor: broken})
+    where = 1 if tensor == "advantage" else 2
+    args = (changed, LIVE) if holder is now else (now, changed)
+    with pytest.raises(NonFinite, match=rf"{said} is .*{str(bad)[-3:]} at index {where}"):
+        loss(Objective(clip=knobs.clip.ppo, kl=partial(knobs.kl.k3, beta=0.1)), *args, Norm.of(LIVE))
+
+
+def test_numbers_that_are_only_large_are_not_refused() -> None:
+    far = replace(LIVE, old_NT=torch.full((2, 2), -1e5, dtype=F64))
+    total, _ = loss(Objective(clip=knobs.clip.ppo), Forward(torch.zeros(2, 2, dtype=F64, requires_grad=True)), far, Norm.of(far))
+    assert torch.isfinite(total)
+
+
+@pytest.mark.parametrize(
+    ("now_shape", "changed", "said"),
+    [
+        ((2, 3), {}, r"Forward\.logp_NT has shape \(2, 3\), but the mask of the minibatch has \(2, 2\)"),
+        ((1, 2), {}, r"Forward\.logp_NT has shape \(1, 2\), but the mask of the minibatch has \(2, 2\)"),
+        ((2, 2), {"old_NT": torch.zeros(2, 1)}, r"Minibatch\.old_NT has shape \(2, 1\).*\(2, 2\); give one number a token"),
+        ((2, 2), {"ref_NT": torch.zeros(2)}, r"Minibatch\.ref_NT has shape \(2,\)"),
+    ],
+)
+def test_shapes_that_disagree_are_named_not_broadcast(now_shape: tuple[int, ...], changed: dict[str, Any], said: str) -> None:
+    now = Forward(torch.zeros(now_shape, dtype=F64, requires_grad=True))
+    with pytest.raises(UserError, match=said):
+        loss(Objective(clip=knobs.clip.ppo), now, replace(LIVE, **changed), Norm.of(LIVE))
 
 
 def test_needs_are_those_of_the_slots() -> None:

@@ -108,7 +108,7 @@ def soft_sigmoid(
 
     $$f(w)\,\hat A,\quad f(w)=\frac4\tau\,\sigma\big(\tau(w-1)\big),\quad \tau=\tau_{pos}\ \text{if}\ \hat A>0\ \text{else}\ \tau_{neg}$$
 
-    Its weight on ∇log π is w·sech²(τ(w−1)/2): 1 at w = 1, more than the on-policy weight for 1 < w < 3.3 (τ = 1), then falling to 0.
+    Its weight on ∇log π is w·sech²(τ(w−1)/2): 1 at w = 1, more than the on-policy weight for 1 < w < 3.47 (τ = 1), then falling to 0.
     Source: SAPO (2511.20347). Fixes: the jump of a hard clip's gradient to 0. Costs: amplifies where it should hold.
     """
     negative = torch.full_like(b.advantage, tau_neg)  # two Python numbers would meet in float32

@@ -57,3 +57,30 @@ def test_norm_counts_what_is_in_the_loss() -> None:
     norm = Norm.of(B)
     assert (norm.rows, norm.live_rows, norm.tokens, norm.groups, norm.limit) == (4, 3, 7, 2, 8)
     assert norm.group_rows == {0: 2, 1: 1}
+
+
+def test_balanced() -> None:
+    """Good: rows of 2 and 4 tokens; bad: a row of 1; Â = 0: a row of 3; hidden: a bad row.
+    The sides weigh ⅔ and ⅓, a token 1/6 of ⅔ and 1/1 of ⅓."""
+    mask = [[1, 1, 0, 0], [1, 1, 1, 1], [0, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]]
+    b = minibatch([0] * 5, [0] * 5, mask, advantage=[[2.0], [0.1], [-3.0], [0.0], [-1.0]])
+    norm = Norm.of(b)
+    assert (norm.sign_rows, norm.sign_tokens) == ((1, 1, 2), (1, 3, 6))
+    weight_NT = aggregation.balanced(b, norm)
+    assert weight_NT.dtype == F64
+    expected_NT = torch.tensor([1 / 9, 1 / 9, 1 / 3, 0.0, 0.0], dtype=F64).unsqueeze(1) * b.mask_NT
+    torch.testing.assert_close(weight_NT, expected_NT, rtol=1e-15, atol=0)
+    assert weight_NT.sum().item() == pytest.approx(1, abs=1e-15)
+
+
+def test_balanced_is_token_mean_where_both_sides_are_equally_long() -> None:
+    """Two good rows of 3, one bad row of 3: 1/9 a token, as in the token mean."""
+    b = minibatch([0] * 3, [0] * 3, [[1, 1, 1]] * 3, advantage=[[1.0], [0.5], [-2.0]])
+    torch.testing.assert_close(aggregation.balanced(b, Norm.of(b)), aggregation.token_mean(b, Norm.of(b)), rtol=1e-15, atol=0)
+
+
+def test_balanced_with_one_side_or_none() -> None:
+    b = minibatch([0] * 2, [0] * 2, [[1, 1], [1, 0]], advantage=[[1.0], [1.0]])
+    assert aggregation.balanced(b, Norm.of(b)).sum().item() == pytest.approx(1)
+    b = minibatch([0] * 2, [0] * 2, [[1, 1], [1, 0]], advantage=[[0.0], [0.0]])
+    assert aggregation.balanced(b, Norm.of(b)).sum().item() == 0.0

@@ -63,3 +63,12 @@ def test_a_level_that_does_not_exist_is_refused() -> None:
 
 def test_default_is_that_of_tis() -> None:
     assert rho(correction.truncate) == rho(correction.truncate, w_max=2.0, level="token")
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [({"w_min": 3.0}, r"w_min is 3\.0 and w_max is 2\.0; w_min must not exceed w_max"), ({"w_min": -1.0}, "w_min")],
+)
+def test_a_band_that_holds_nothing_is_refused(params: dict[str, float], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        resolve("correction", {"name": "mask", **params})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from grpo_repro.knobs import sampling
+from grpo_repro.knobs import resolve, sampling, traits
+from grpo_repro.types import UserError
 
 GROUP = torch.tensor([9, 4, 9, 4, 7, 4])
 R = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 0.5])  # 9: 1, 1 (flat) · 4: 0, 0, .5 (mixed) · 7: a single row (flat)
@@ -31,3 +33,12 @@ def test_rewards_whose_mean_rounds_are_flat_all_the_same() -> None:
 def test_negative_rewards_and_the_smallest_difference() -> None:
     r = torch.tensor([-2.0, -2.0, -1.0, torch.nextafter(torch.tensor(-1.0), torch.tensor(0.0)).item()])
     assert sampling.drop_zero_variance(r, torch.tensor([0, 0, 1, 1])).tolist() == [False, False, True, True]
+
+
+def test_dynamic_keeps_mixed_groups_and_asks_for_more() -> None:
+    """What is kept is drop_zero_variance's; that the loop redraws is a trait."""
+    assert sampling.dynamic(R, GROUP).tolist() == sampling.drop_zero_variance(R, GROUP).tolist()
+    assert "resample" in traits(sampling.dynamic)
+    assert "resample" not in traits(sampling.drop_zero_variance)
+    with pytest.raises(UserError, match="max_batches"):
+        resolve("sampling", {"name": "dynamic", "max_batches": 0})
