@@ -16,7 +16,7 @@ from grpo_repro.judge import Judged, judge
 from grpo_repro.learner import Learner
 from grpo_repro.rollout import Births, Decoding, join, proceed, sample
 from grpo_repro.spec import unbind
-from grpo_repro.types import Rollout, UserError
+from grpo_repro.types import ABSENT, Rollout, UserError
 
 Row = dict[str, float]
 
@@ -26,13 +26,15 @@ def collect(learner: Learner, step: int) -> tuple[Rollout, Judged, Row]:
     wanted, resampling = learner.run.rollout, "resample" in knobs.traits(learner.objective.sampling)
     if wanted.chunk is not None:
         rollout, row = _partial(learner, step, wanted.chunk)
-        return rollout, _judged(learner, rollout, step), row
-    if resampling:
-        return _dynamic(learner, step)
-    rollout = _sample(learner, step, 0, wanted.group_size)
-    if not wanted.extra:
-        return rollout, _judged(learner, rollout, step), {}
-    return _extra(learner, rollout, step)
+        judged = _judged(learner, rollout, step)
+    elif resampling:
+        rollout, judged, row = _dynamic(learner, step)
+    elif wanted.extra:
+        rollout, judged, row = _extra(learner, _sample(learner, step, 0, wanted.group_size), step)
+    else:
+        rollout, row = _sample(learner, step, 0, wanted.group_size), {}
+        judged = _judged(learner, rollout, step)
+    return (rollout if wanted.keep_support else replace(rollout, support_NTV=ABSENT)), judged, row
 
 
 def decoding(learner: Learner) -> Decoding:

@@ -42,6 +42,10 @@ class Rollout(Strict):
     minibatches: int = Field(default=1, ge=1, description="optimiser steps a pass; each takes whole groups")
     top_p: Nucleus = Field(default=1.0, description="nucleus; the trainer renormalises over the same support")
     top_k: int = Field(default=0, ge=0, description="0: all tokens")
+    keep_support: bool = Field(
+        default=True, description="false: the trainer scores over the whole vocabulary, as most frameworks do"
+    )
+    anchor: Literal["trainer", "sampler"] = Field(default="trainer", description="whose log-probs are π_old, the clip's anchor")
     extra: int = Field(default=0, ge=0, description="further samples for a prompt of which no response was right (ragged groups)")
     weights: dict[str, NonNegative] = Field(
         default_factory=dict, description="difficulty level → weight of its prompts in the loss; 1 unless said"
@@ -180,6 +184,10 @@ def parse_run(data: Mapping[str, Any], where: str) -> Run:
         raise UserError(
             f"{where}: rollout.group_size is 1, but advantage {name} compares a response with its group: give at least 2."
         )
+    resamples = "resample" in knobs.traits(objective.sampling)
+    modes = [m for m, on in (("chunk", run.rollout.chunk), ("extra", run.rollout.extra), ("dynamic sampling", resamples)) if on]
+    if len(modes) > 1:
+        raise UserError(f"{where}: rollout.{modes[0]} does not go together with {modes[1]}: choose one of them.")
     if run.rollout.minibatches > run.rollout.prompts:
         raise UserError(
             f"{where}: rollout.minibatches ({run.rollout.minibatches}) is more than rollout.prompts ({run.rollout.prompts}), "

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_repro import paths, record
+from grpo_repro.check import check_run
 from grpo_repro.config import Run
 from grpo_repro.progress import Progress, lock_of_threads
 from grpo_repro.record import Record, Row
@@ -165,6 +166,8 @@ def _train(grid: Grid, folder: Path, title: str, processes: int, trainer: Traine
     before = len(grid.done)
     origin = record.provenance()
     bar = Progress(title, total=sum(job.run.scale.steps for job in jobs))
+    for sentence in dict.fromkeys(sentence for job in jobs for sentence in check_run(job.run)):
+        bar.note(sentence)
     try:
         while grid.todo or any(w.job for w in grid.workers):
             while len(grid.workers) < min(processes, len(jobs)):

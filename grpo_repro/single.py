@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from grpo_repro import paths, record, trackers
+from grpo_repro.check import check_run
 from grpo_repro.config import Run
 from grpo_repro.grid import exclusive
 from grpo_repro.progress import Progress, quiet_libraries
@@ -105,6 +106,8 @@ def _rows(run: Run, folder: RunFolder) -> Iterator[Row]:
     quiet_libraries()
     bar = Progress(run.name, run.scale.steps)
     try:
+        for sentence in check_run(run):
+            bar.note(sentence)
         bar.say(text="loading the policy and its task")
         policy, task = start.load(run, paths.cache())
         for row in train.train(run, policy, task):

@@ -63,7 +63,9 @@ def test_dynamic_sampling_fills_the_batch_with_mixed_groups_and_counts_what_it_c
 def test_dynamic_sampling_gives_up_with_a_sentence() -> None:
     """DAPO#22: a constant reward must not sample for ever."""
     changes = {"objective.sampling": {"name": "dynamic", "max_batches": 3}, "objective.reward": {"name": "coin", "p": 0.0}}
-    with pytest.raises(UserError, match=r"step 0: 3 batches of 6 prompts hold no group with mixed rewards \(18 groups all at 0, 0 all lower\)"):
+    with pytest.raises(
+        UserError, match=r"step 0: 3 batches of 6 .* no group with mixed rewards \(18 groups all at 0, 0 all lower\)"
+    ):
         rows_of(changes)
 
 
@@ -180,7 +182,8 @@ def test_the_exact_kl_is_what_its_estimators_estimate_and_it_pulls() -> None:
 def critic_batch(values: list[float], old: list[float], targets: list[float]) -> tuple[torch.Tensor, Minibatch, Norm]:
     n = len(values)
     one_row = {"mask_NT": torch.ones(1, n, dtype=torch.bool), "r_N": torch.zeros(1), "group_N": torch.zeros(1, dtype=torch.int64)}
-    b = Minibatch(**one_row, length_N=torch.tensor([n]), cut_N=torch.zeros(1, dtype=torch.bool), limit=n, value_NT=torch.tensor([old]), target_NT=torch.tensor([targets]))  # fmt: skip
+    rest = {"length_N": torch.tensor([n]), "cut_N": torch.zeros(1, dtype=torch.bool), "limit": n}
+    b = Minibatch(**one_row, **rest, value_NT=torch.tensor([old]), target_NT=torch.tensor([targets]))
     return torch.tensor([values], requires_grad=True), b, Norm.of(b)
 
 
@@ -189,7 +192,7 @@ def test_the_value_loss_by_hand() -> None:
     value_NT, b, norm = critic_batch([1.0, 3.0], [0.0, 0.0], [0.0, 0.0])
     total = Critic(torch.nn.Linear(1, 1), None, 0.5, False).loss(value_NT, b, norm)
     total.backward()
-    assert float(total) == pytest.approx(1.25)
+    assert float(total.detach()) == pytest.approx(1.25)
     assert value_NT.grad is not None
     assert value_NT.grad.tolist() == [[0.25, 0.75]]
 
@@ -199,7 +202,7 @@ def test_value_clipping_takes_the_larger_error_and_stops_the_gradient_beyond_it(
     value_NT, b, norm = critic_batch([0.9, -0.5], [0.0, 0.0], [1.0, 1.0])
     total = Critic(torch.nn.Linear(1, 1), 0.2, 1.0, False).loss(value_NT, b, norm)
     total.backward()
-    assert float(total) == pytest.approx(0.5 * (0.64 + 2.25) / 2)
+    assert float(total.detach()) == pytest.approx(0.5 * (0.64 + 2.25) / 2)
     assert value_NT.grad is not None
     assert value_NT.grad.tolist() == [[0.0, pytest.approx(-0.75)]]
 
@@ -243,7 +246,9 @@ def test_beta_rises_when_the_updates_of_a_rollout_went_too_far_even_with_one_upd
 
 def test_a_state_reaches_the_next_rollout() -> None:
     """The penalty with β = 1000 holds what the penalty with β = 0.001 does not."""
-    far = [rows_of({"objective.clip": {"name": "kl_penalty", "beta": beta, "target": 0.05}, "objective.aggregation": "token_mean", "rollout.updates": 4, "scale.steps": 1, "scale.lr": 3e-3})[0]["kl_old/exact"] for beta in (1e-3, 1e3)]  # fmt: skip
+    common = {"objective.aggregation": "token_mean", "rollout.updates": 4, "scale.steps": 1, "scale.lr": 3e-3}
+    penalties = [{"name": "kl_penalty", "beta": beta, "target": 0.05} for beta in (1e-3, 1e3)]
+    far = [rows_of({**common, "objective.clip": penalty})[0]["kl_old/exact"] for penalty in penalties]
     assert far[1] < 0.5 * far[0]
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from grpo_repro.types import Minibatch, NonNegative, Share, UnitInterval, variant
 
 
-@variant(group_baseline=True)
+@variant(group_baseline=True, divides_by_group_std=True)
 def group_zscore(b: Minibatch, *, ddof: Literal[0, 1] = 1, eps: NonNegative = 1e-4) -> Tensor:
     r"""Centred on the group's mean and divided by its standard deviation.
 

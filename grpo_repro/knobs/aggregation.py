@@ -13,7 +13,7 @@ from torch import Tensor
 from grpo_repro.types import Minibatch, Norm, variant
 
 
-@variant(sequence_mean=True)
+@variant(per_response=True)
 def sequence_mean(b: Minibatch, norm: Norm, *, per: Literal["row", "group"] = "row") -> Tensor:
     r"""Mean over a response's tokens, then mean over responses.
 
@@ -29,7 +29,7 @@ def sequence_mean(b: Minibatch, norm: Norm, *, per: Literal["row", "group"] = "r
     return b.mask_NT.double() / (b.tokens_N1 * rows.unsqueeze(1) * max(norm.groups, 1))
 
 
-@variant(token_mean=True)
+@variant(per_token=True)
 def token_mean(b: Minibatch, norm: Norm) -> Tensor:
     r"""Mean over all tokens of the batch.
 
@@ -65,7 +65,7 @@ def sequence_sum(b: Minibatch, norm: Norm) -> Tensor:
     return b.mask_NT.double() / float(max(norm.live_rows, 1))
 
 
-@variant(balanced=True)
+@variant(by_sign=True)
 def balanced(b: Minibatch, norm: Norm) -> Tensor:
     r"""Token mean within the good and within the bad responses, each side weighted by its number of responses.
 

@@ -98,7 +98,7 @@ def full(now: Forward, b: Minibatch, *, beta: NonNegative) -> Tensor:
     return beta * now.exact_kl_NT
 
 
-@variant(needs=("ref",), forward_gradient_in_loss=True)
+@variant(needs=("ref",))
 def forward(now: Forward, b: Minibatch, *, beta: NonNegative) -> Tensor:
     r"""The forward KL by name: what k3 in the loss really descends.
 

@@ -34,14 +34,15 @@ def mask(r_N: Tensor, b: Minibatch) -> tuple[Tensor, Tensor]:
     return r_N, b.mask_NT & ~b.cut_N.unsqueeze(1)
 
 
-def soft_penalty(r_N: Tensor, b: Minibatch, *, cache: Annotated[int, Field(ge=1)]) -> tuple[Tensor, Tensor]:
-    r"""A penalty that grows over the last `cache` tokens before the limit.
+def soft_penalty(r_N: Tensor, b: Minibatch, *, cache: Annotated[int, Field(ge=1)] | None = None) -> tuple[Tensor, Tensor]:
+    r"""A penalty that grows over the last `cache` tokens before the limit; null: over the last fifth, the paper's 4096 of 20480.
 
     $$r_i - \min\Big(1,\ \max\Big(0,\ \frac{|y_i|-(L_{max}-L_{cache})}{L_{cache}}\Big)\Big),\quad r_i - 1\ \text{if cut}$$
 
     Source: DAPO (2503.14476), Soft Overlong Punishment: L_max 20480, L_cache 4096. A response that was cut counts as longer than L_max.
     Fixes: a gradient against length before the wall. Costs: an opinion on length in the reward.
     """
+    cache = max(b.limit // 5, 1) if cache is None else cache
     if cache > b.limit:
         raise UserError(
             f"objective.overlong.soft_penalty.cache is {cache}, but a response has at most {b.limit} tokens; write less."

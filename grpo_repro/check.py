@@ -1,0 +1,108 @@
+"""Pairs of knobs that do not go together, each with its reason in one sentence. Reads traits and numbers, never names.
+
+Any ① runs with any ②, ③, ④, ⑤; this says where the combination is not what it looks like. A warning, not an error: a study may want it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from grpo_repro import knobs
+from grpo_repro.config import Rollout, Run
+from grpo_repro.objective import Objective
+from grpo_repro.spec import base, unbind
+
+WIDE, NARROW = 0.02, 0.01  # a trust region's width: above is a token's scale, below a sequence mean's
+
+
+def check(objective: Objective, rollout: Rollout) -> list[str]:
+    """What a user should know before the run; empty where nothing is odd. Each sentence names the knobs by their YAML words."""
+    return list(_warnings(objective, rollout))
+
+
+def check_run(run: Run) -> list[str]:
+    return check(run.built(), run.rollout)
+
+
+def _warnings(o: Objective, r: Rollout) -> Iterator[str]:
+    ratio, clip, advantage = (knobs.traits(slot) for slot in (o.ratio, o.clip, o.advantage))
+    aggregation, kl = knobs.traits(o.aggregation), knobs.traits(o.kl)
+    sequence = "sequence_level" in ratio and "token_level" not in ratio
+    several = r.updates * r.minibatches > 1
+    slots = ("ratio", "clip", "advantage", "aggregation", "kl", "kl_in_reward", "correction")
+    name = {slot: base(getattr(o, slot)).__name__ for slot in slots}
+
+    if sequence and "per_response" not in aggregation:
+        yield (
+            f"① ratio {name['ratio']} gives a response one ratio, so ④ aggregation {name['aggregation']} weighs a response by its length: "
+            "use sequence_mean."
+        )
+    if "unit" in ratio and "bounding" in clip:
+        yield f"① ratio {name['ratio']} is always 1, so ② clip {name['clip']} never acts: use clip none, or ratio token."
+    if "unit" in ratio and (several or r.chunk is not None):
+        yield (
+            f"① ratio {name['ratio']} is right on-policy only, but a rollout is used for {r.updates * r.minibatches} updates"
+            f"{', and responses are finished under newer weights' if r.chunk else ''}: use ratio token, or one update."
+        )
+    if "geometric" in clip and "token_level" not in ratio:
+        yield f"② clip {name['clip']} clips token ratios before their geometric mean; ① ratio {name['ratio']} has none: use token."
+    if "geometric" in clip and "per_response" not in aggregation:
+        yield f"② clip {name['clip']} is one number a response, so ④ {name['aggregation']} weighs it by length: use sequence_mean."
+    if "token_advantage" in advantage:
+        if "by_sign" in aggregation:
+            yield f"③ advantage {name['advantage']} differs within a response, but ④ {name['aggregation']} sorts responses by one sign."
+        if sequence:
+            yield f"③ advantage {name['advantage']} differs by token, but ① ratio {name['ratio']} is one a response: use sequence_token."
+        for gate in o.gate:
+            if "sequence_gate" in knobs.traits(gate):
+                yield f"③ advantage {name['advantage']} differs by token, but the gate {base(gate).__name__} goes by one sign."
+    if "zero_gradient_in_loss" in kl and _beta(o.kl):
+        yield f"⑤ kl {name['kl']} in the loss has zero expected gradient, only noise: use k2 in the loss, or {name['kl']} in kl_in_reward."
+    if "forward_gradient_in_loss" in kl and _beta(o.kl):
+        yield (
+            f"⑤ kl {name['kl']} in the loss has the gradient of the forward KL(π_ref‖π_θ), not of the KL that it estimates: "
+            "k2 or k3_unbiased have that one."
+        )
+    if "divides_by_group_std" in advantage and _beta(o.kl_in_reward):
+        yield (
+            f"③ advantage {name['advantage']} divides by the group's std, so with ⑤ {name['kl_in_reward']} in the reward a group of equal "
+            "rewards gets ±.7 from the KL alone: use group_center or leave_one_out."
+        )
+    width = _width(o.clip)
+    if sequence and width is not None and width > WIDE and "bounding" in clip:
+        yield (
+            f"② clip {name['clip']} of width {width:g} on ① ratio {name['ratio']}, whose scale is about σ/√|y|, hardly ever acts: "
+            "GSPO's is 3e-4 for thousands of tokens."
+        )
+    if "token_level" in ratio and "sequence_level" not in ratio and width is not None and width < NARROW and "bounding" in clip:
+        yield f"② clip {name['clip']} of width {width:g} on token ratios cuts nearly every token: .2 is the usual scale."
+    if r.group_size < 2 and "group_baseline" in advantage:
+        yield f"⑥ group_size 1 leaves ③ advantage {name['advantage']} nothing to compare a response with: every Â is 0."
+    corrects = "sampler" in knobs.needs(o.correction)
+    if corrects and r.anchor == "sampler":
+        yield (
+            f"① correction {name['correction']} weighs π_old against the sampler, but rollout.anchor makes them one: it is always 1; "
+            "anchor the clip to the trainer."
+        )
+    if corrects and not r.keep_support and (r.top_p < 1 or r.top_k > 0):
+        yield (
+            f"① correction {name['correction']} with top-p or top-k: the sampler's log-probs are renormalised over what it kept and the "
+            "trainer's are not, so every weight is off by the kept mass: set rollout.keep_support."
+        )
+    if "adaptive" in clip and "per_token" not in aggregation:
+        yield f"② clip {name['clip']} adapts β to nats a token, but ④ {name['aggregation']} weighs tokens unequally: use token_mean."
+    if "natural" in knobs.traits(o.step) and "bounding" in clip:
+        yield f"② step {base(o.step).__name__} has a trust region of its own; clip {name['clip']} cuts its surrogate: use clip none."
+
+
+def _beta(kl: Any) -> float:
+    spec = unbind(kl)
+    return float(spec.get("beta", 0.0)) if isinstance(spec, dict) else 0.0
+
+
+def _width(clip: Any) -> float | None:
+    """The narrowest side of a trust region, None where there is none."""
+    spec = unbind(clip)
+    sides = [float(v) for k, v in spec.items() if k.startswith("eps_") and v is not None] if isinstance(spec, dict) else []
+    return min(sides, default=None)
