@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import transformers
 
 from grpo_repro import policy as policies
-from grpo_repro import tasks, warmstart
+from grpo_repro import preferences, tasks, warmstart
 from grpo_repro.config import Run
 from grpo_repro.policy import Policy
+from grpo_repro.spec import unbind
 from grpo_repro.tasks import Task, pairs
 from grpo_repro.types import UserError
 
 
 def load(run: Run, cache: Path) -> tuple[Policy, Task]:
-    """The policy and the task of a run; warm starts and converted weights are kept under `cache`."""
+    """The policy and the task of a run; warm starts, reward models and converted weights are kept under `cache`."""
+    policy, task = _policy_and_task(run, cache)
+    if preferences.wanted(unbind(run.built().reward)):
+        task = replace(task, models={preferences.WORD: str(preferences.prepare(task.name, run.seed, cache))})
+    return policy, task
+
+
+def _policy_and_task(run: Run, cache: Path) -> tuple[Policy, Task]:
     transformers.utils.logging.disable_progress_bar()  # the run has a bar of its own
     if run.machine.threads:
         torch.set_num_threads(run.machine.threads)

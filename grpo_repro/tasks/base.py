@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,6 +14,11 @@ from grpo_repro.uniform import DATA, uniform
 Encode = Callable[[str], tuple[int, ...]]
 
 
+def no_steps(prompt: Prompt, pieces: Sequence[str]) -> Sequence[tuple[int, float]]:
+    """A task whose responses have no steps that can be verified."""
+    return ()
+
+
 @dataclass(frozen=True)
 class Task:
     """Prompts, a limit, and a verifier.
@@ -21,6 +26,9 @@ class Task:
     verify(prompt, text) → (1 right or 0 wrong, notes: what else was seen, logged as means)
     positions(pieces)    → named token positions of a response, e.g. {"answer": [0, 1]}: where entropy is worth reading;
                            `pieces` are the response's tokens as the tokenizer spells them
+    steps(prompt, pieces)  → (last token, 1 right or 0 wrong) of each reasoning step, in order; every step is right exactly where
+                           the response is. Empty where the task has no steps
+    models                 folders of reward models that a word in YAML stands for, e.g. {"preferences": …}
     """
 
     name: str
@@ -29,6 +37,8 @@ class Task:
     limit: int  # response tokens, the end token included
     verify: Callable[[Prompt, str], tuple[float, Mapping[str, float]]]
     positions: Callable[[Sequence[str]], Mapping[str, Sequence[int]]]
+    steps: Callable[[Prompt, Sequence[str]], Sequence[tuple[int, float]]] = no_steps
+    models: Mapping[str, str] = field(default_factory=dict)
 
     def draw(self, seed: int, step: int, n: int) -> tuple[Prompt, ...]:
         """n different training prompts, the levels in turn. Depends on (seed, step) alone, so a resumed run draws the same."""

@@ -17,7 +17,10 @@ from grpo_repro.tasks.base import Encode, Task, split
 from grpo_repro.types import Prompt
 
 INSTRUCTION = "Reply with only the answer."
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+# A sign counts where no operand precedes it: 5-3 ends with 3. Thousands are grouped by three: 3,4 ends with 4.
+NUMBER = re.compile(
+    r"(?:(?<![0-9A-Za-z_)\]}])[-−])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![0-9])(?=\.[0-9]))(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
+)
 LONGEST_NUMBER = 32  # characters; a longer run of digits is no answer to these tasks
 
 Count = Annotated[int, Field(ge=1)]
@@ -29,9 +32,12 @@ def chain_sum(encode: Encode, *, terms: Count = 2, digits: Count = 1, size: Coun
 
 
 def last_number(text: str) -> str | None:
-    """The last number in a text, without thousands separators; None where there is none (or an absurdly long one)."""
+    """The last number in a text, whole (`Reward: 10` is 10, `1e-1` is 0.1), without thousands separators.
+
+    None where there is none (`nan` is none), or an absurdly long one.
+    """
     found = NUMBER.findall(text)
-    return found[-1].replace(",", "") if found and len(found[-1]) <= LONGEST_NUMBER else None
+    return found[-1].replace(",", "").replace("−", "-") if found and len(found[-1]) <= LONGEST_NUMBER else None
 
 
 def _task(name: str, encode: Encode, size: int, limit: int, **params: Any) -> Task:

@@ -75,21 +75,54 @@ def _task(name: str, encode: Encode, *, pairs: int, limit: int) -> Task:
         prompts.append(Prompt(id=text, text=text, tokens=encode(text), answer="".join(targets), level=LEVELS[op]))
     train, heldout = split(prompts)
     where = {"answer": tuple(range(2 * pairs)), "choice": tuple(range(0, 2 * pairs, 2))}
-    return Task(name, train, heldout, limit, partial(_verify, free_tail=limit > 2 * pairs + 1), partial(_positions, where))
+    free_tail = limit > 2 * pairs + 1
+    verify, steps = partial(_verify, free_tail=free_tail), partial(_steps, free_tail=free_tail)
+    return Task(name, train, heldout, limit, verify, partial(_positions, where), steps)
 
 
 def _verify(prompt: Prompt, text: str, *, free_tail: bool) -> tuple[float, Mapping[str, float]]:
-    n = 2 * len(prompt.answer)
-    head, rest = text[:n], text[n:]
-    digits = len(head) == n and head.isdigit()
-    choices = head[0::2] if digits else ""
-    notes = {"rare": sum(int(d) != DEFAULT_DIGIT for d in choices) / max(len(choices), 1)}
-    well_formed = digits and (set(rest) <= {"."} if free_tail else not rest)
-    if not well_formed:
-        return 0.0, notes
-    op = prompt.text[0]
-    right = all(int(head[2 * i + 1]) == second_digit(op, int(t), int(head[2 * i])) for i, t in enumerate(prompt.answer))
-    return float(right), notes
+    """Notes: `rare`, the share of d1 that are not the default; `first_pair`, 1 if the first pair is right, whatever follows."""
+    scores = _scores(prompt, text)
+    n = len(scores)
+    digits = len(text) >= 2 * n and _digits(text[: 2 * n])
+    choices = text[0 : 2 * n : 2] if digits else ""
+    rare = sum(int(d) != DEFAULT_DIGIT for d in choices) / max(len(choices), 1)
+    right = all(scores) and _well_ended(text[2 * n :], free_tail)
+    return float(right), {"rare": rare, "first_pair": float(scores[0])}
+
+
+def _steps(prompt: Prompt, pieces: Sequence[str], *, free_tail: bool) -> Sequence[tuple[int, float]]:
+    """A pair is a step, at the token of its second digit. What is missing, or should not be there, is a wrong step at the last token:
+    without it a response that ends early would score better than one that tries."""
+    at = [i for i, piece in enumerate(pieces) for _ in piece]
+    text = "".join(pieces)
+    while text and pieces[at[-1]] not in (*SYMBOLS,):  # the end token has no text
+        text, at = text[: at.index(at[-1])], at[: at.index(at[-1])]
+    scores = _scores(prompt, text)
+    found: dict[int, float] = {}
+    for i, right in enumerate(scores):
+        if 2 * i + 1 < len(text):
+            found[at[2 * i + 1]] = float(right)
+    if pieces and (len(text) < 2 * len(scores) or not _well_ended(text[2 * len(scores) :], free_tail)):
+        found[len(pieces) - 1] = 0.0
+    return tuple(found.items())
+
+
+def _scores(prompt: Prompt, text: str) -> list[bool]:
+    """Whether each pair is there and right."""
+    op, pairs = prompt.text[0], [text[2 * i : 2 * i + 2] for i in range(len(prompt.answer))]
+    return [
+        len(pair) == 2 and _digits(pair) and int(pair[1]) == second_digit(op, int(t), int(pair[0]))
+        for t, pair in zip(prompt.answer, pairs, strict=True)
+    ]
+
+
+def _digits(text: str) -> bool:
+    return text.isascii() and text.isdigit()
+
+
+def _well_ended(rest: str, free_tail: bool) -> bool:
+    return set(rest) <= {"."} if free_tail else not rest
 
 
 def _positions(where: Mapping[str, Sequence[int]], pieces: Sequence[str]) -> Mapping[str, Sequence[int]]:

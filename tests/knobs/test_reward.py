@@ -95,7 +95,12 @@ def test_a_format_may_count_only_where_the_answer_is_right() -> None:
 
 
 def test_mathematics_by_value() -> None:
-    assert [reward.math_verify(PROMPT, response(text=text)) for text in (r"\boxed{4/2}", "3", "", "1 or 2")] == [1.0, 0.0, 0.0, 0.0]
+    assert [reward.math_verify(PROMPT, response(text=text)) for text in (r"\boxed{4/2}", "3", "", "1 or 2")] == [
+        1.0,
+        0.0,
+        0.0,
+        0.0,
+    ]
 
 
 @pytest.mark.parametrize("text", ["4", "", "42"])
@@ -112,7 +117,9 @@ def parts(*weighted: tuple[Any, float]) -> dict[str, Any]:
 
 def test_weights_act_on_rewards_and_are_summed() -> None:
     """R19: weights [1, 2] on ([1, ·], [0, 1]): 1·1 + 2·0 and 1·0 + 2·1; parts are named, a second of a kind by its number."""
-    made = resolve("reward", parts(("exact_match", 1), ({"name": "noted", "note": "a"}, 2.0), ({"name": "noted", "note": "b"}, -0.5)))
+    made = resolve(
+        "reward", parts(("exact_match", 1), ({"name": "noted", "note": "a"}, 2.0), ({"name": "noted", "note": "b"}, -0.5))
+    )
     assert made(PROMPT, response(1.0, a=0.0, b=0.0)) == 1.0
     assert made(PROMPT, response(0.0, a=1.0, b=0.0)) == 2.0
     assert made(PROMPT, response(1.0, a=1.0, b=4.0)) == 1.0
