@@ -16,7 +16,7 @@ from grpo_repro import config, knobs, presets
 from grpo_repro.objective import Objective
 from grpo_repro.spec import parameters
 
-ORDER = ["ratio", "correction", "clip", "gate", "advantage", "transform", "aggregation", "kl", "sampling", "overlong", "reward"]
+ORDER = "ratio correction clip gate step advantage transform aggregation kl sampling overlong reward".split()  # noqa: SIM905
 SECTION = re.compile(r"\b(Source|Fixes|Costs):\s")
 FORMULA = re.compile(r"\$\$(.+?)\$\$", re.DOTALL)
 
@@ -79,7 +79,7 @@ def _kind(annotation: Any) -> tuple[str, str]:
         return " | ".join(kind for kind, _ in kinds), ", ".join(bounds for _, bounds in kinds if bounds) + " or null"
     if get_origin(annotation) is Literal:
         return "choice", " | ".join(map(str, get_args(annotation)))
-    return getattr(annotation, "__name__", str(annotation)), ""
+    return getattr(get_origin(annotation) or annotation, "__name__", str(annotation)), ""
 
 
 SIGNS = ((at.Gt, "gt", ">"), (at.Ge, "ge", "≥"), (at.Lt, "lt", "<"), (at.Le, "le", "≤"))

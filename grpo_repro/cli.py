@@ -120,14 +120,11 @@ def knobs(as_json: Annotated[bool, typer.Option("--json", help="for programs")] 
         print(json.dumps(found, indent=1, ensure_ascii=False))
         return
     for slot, variants in found.items():
-        table = _table(f"{catalogue.symbol(slot)} {slot}", variant=20, purpose=None, fixes=None, costs=None)
+        table = _table(f"{catalogue.symbol(slot)} {slot}", variant=19, about=None)
         for v in variants:
-            values = "\n".join(f"  {name}: {_parameter(p)}" for name, p in v["parameters"].items())
-            source = f"\n[dim]{escape(v['source'])}[/dim]"
-            about = escape(v["purpose"]) + source
-            table.add_row(f"[bold]{v['name']}[/bold]\n{escape(values)}", about, escape(v["fixes"]), escape(v["costs"]))
-        if variants:
-            _console().print(table)
+            values = "\n".join(f"{name} {_parameter(p)}" for name, p in v["parameters"].items())
+            _add(table, v["name"], v["purpose"], v["source"], values, fixes=v["fixes"], costs=v["costs"])
+        _console().print(table)
 
 
 @app.command()
@@ -142,12 +139,11 @@ def algorithms(as_json: Annotated[bool, typer.Option("--json", help="for program
         print(json.dumps(found, indent=1, ensure_ascii=False))
         return
     plain = config.objective_spec(Objective())
-    table = _table("algorithms", name=12, purpose=None, knobs=34, differs=None)
+    table = _table("algorithms", name=14, about=None)
     for a in found:
         shown = {slot: v for slot, v in a["knobs"].items() if v != plain[slot] or slot in ("ratio", "advantage", "aggregation")}
         chosen = "\n".join(f"{slot}: {_short(v)}" for slot, v in shown.items())
-        about = f"{escape(a['purpose'])}\n[dim]{escape(a['source'])}[/dim]"
-        table.add_row(f"[bold]{a['name']}[/bold]", about, escape(chosen), escape(a["differs"]))
+        _add(table, a["name"], a["purpose"], a["source"], chosen, differs=a["differs"])
     _console().print(table)
 
 
@@ -225,6 +221,13 @@ def _short(spec: Any) -> str:
     if isinstance(spec, dict):
         return f"{spec['name']}({', '.join(f'{k}={v}' for k, v in spec.items() if k != 'name')})"
     return ", ".join(map(_short, spec)) or "–" if isinstance(spec, list) else str(spec)
+
+
+def _add(table: Table, name: str, purpose: str, source: str, values: str, **sections: str) -> None:
+    """A row: the name; purpose, source, then the values set off, then a line a section."""
+    told = [escape(purpose), f"[dim]source: {escape(source)}[/dim]", escape(values)]
+    told += [f"[italic]{label}:[/italic] {escape(text)}" for label, text in sections.items()]
+    table.add_row(f"[bold]{name}[/bold]", "\n".join(filter(None, told)))
 
 
 def _table(title: str, **columns: int | None) -> Table:
