@@ -102,7 +102,7 @@ def random_batch(seed: int, dtype: torch.dtype = F64, drift: float = 0.3, tokens
         target_NT=around(torch.zeros(rows, tokens, dtype=dtype), 1.0),
         step_end_NT=mask_NT & (torch.rand(rows, tokens, generator=g) < 0.4),
         step_r_NT=torch.randint(0, 3, (rows, tokens), generator=g).to(dtype) / 2,
-        prompt_weight_N=torch.ones(rows, dtype=dtype),
+        prompt_weight_N=1 + (group_N % 3).to(dtype) / 4,
     )
     return now, b
 
@@ -120,7 +120,7 @@ def plain(now: Forward, b: Minibatch) -> oracle.Batch:
         "step_end": lists(b.step_end_NT),
     }
     at_tokens = {"old": b.old_NT, "sampler": b.sampler_NT, "ref": b.ref_NT, "value": b.value_NT, "step_r": b.step_r_NT}
-    at_rows = {"r": b.r_N, "group": b.group_N, "cut": b.cut_N, "length": b.length_N}
+    at_rows = {"r": b.r_N, "group": b.group_N, "cut": b.cut_N, "length": b.length_N, "prompt_weight": b.prompt_weight_N}
     x |= {k: lists(v) for k, v in {**at_tokens, **at_rows, "mask": b.mask_NT}.items()}
     return oracle.Batch(**x, limit=b.limit)
 

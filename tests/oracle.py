@@ -34,6 +34,7 @@ class Batch:
     value: list[list[float]]  # a critic's
     step_end: list[list[bool]]
     step_r: list[list[float]]
+    prompt_weight: list[float]
 
     def tokens(self, i: int) -> list[int]:
         return [t for t, inside in enumerate(self.mask[i]) if inside]
@@ -336,7 +337,8 @@ def loss(spec: dict[str, Any], x: Batch) -> Any:
         )
         open_ = all(passes(gate, x, i, t, a[i, t]) for gate in spec["gate"])
         paid = kl(spec["kl"], x.logp[i][t], x.old[i][t], x.ref[i][t], x.exact[i][t])
-        total = total - weight(spec["aggregation"], x, rows, i, of_row) * (gained * open_ - paid)
+        share = weight(spec["aggregation"], x, rows, i, of_row) * x.prompt_weight[i]
+        total = total - share * (gained * open_ - paid)
     return total
 
 

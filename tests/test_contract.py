@@ -120,7 +120,7 @@ def test_token_variant(slot: str, spec: Any, dtype: torch.dtype) -> None:
         assert out_NT.dtype == F64, "a share is exact in float64; the loss brings it to the gain's type"
         assert out_NT.shape == b.mask_NT.shape
         assert (out_NT[~b.mask_NT] == 0).all()
-        counted_NT = b.mask_NT & (b.advantage != 0) if "balanced" in knobs.traits(function) else b.mask_NT
+        counted_NT = b.mask_NT & (b.advantage != 0) if "by_sign" in knobs.traits(function) else b.mask_NT
         assert (out_NT[counted_NT] > 0).all()
     elif slot == "correction":
         assert not out_NT.requires_grad

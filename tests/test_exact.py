@@ -783,6 +783,7 @@ def enumerate_gradient(spec: dict[str, Any], p: list[list[float]], reward: list[
             value=[[0.0]] * n,
             step_end=[[True]] * n,
             step_r=[[v] for v in r.values()],
+            prompt_weight=[1.0] * n,
         )
         a = oracle.advantages(spec, x, r, [[0.0]] * n)
         grad = np.zeros((prompts, answers))

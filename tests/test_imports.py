@@ -114,8 +114,6 @@ def test_nothing_compares_with_a_name(module: str) -> None:
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("startswith", "endswith"):
             asked |= {s for a in node.args for s in strings(a)}
     named = {s for s in asked & (VARIANTS | PAPERS) if (module, s) not in ORDINARY}
-    if module in ("check", "config"):  # they read traits, a few of which are called as the variant that has them
-        named -= {trait for slot in knobs.SLOTS for v in knobs.variants(slot).values() for trait in knobs.traits(v)}
     assert not (named - options), f"{module} compares with {sorted(named - options)}"
 
 

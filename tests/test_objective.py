@@ -102,7 +102,7 @@ def test_random_combinations_equal_the_oracle(seed: int) -> None:
     chosen: dict[str, Any] = {slot: one_of(slot, chance) for slot in SLOTS}
     chosen["gate"] = tuple(one_of("gate", chance) for _ in range(chance.choice([0, 0, 1, 2])))
     by_token = {"token_advantage", "token_advantage_with_kl"} & knobs.traits(chosen["advantage"])
-    if by_token and "balanced" in knobs.traits(chosen["aggregation"]):
+    if by_token and "by_sign" in knobs.traits(chosen["aggregation"]):
         chosen["aggregation"] = knobs.aggregation.token_mean  # balanced asks for the sign of a whole response
     agree(Objective(**chosen), *random_batch(1000 + seed, drift=15.0 if seed % 5 == 0 else 0.3))
 
@@ -201,6 +201,16 @@ def test_a_gate_multiplies_the_gain_and_not_the_kl() -> None:
     value, grad_NT = value_and_gradient(objective, Forward(torch.full((1, 2), -1.0, dtype=F64, requires_grad=True)), b)
     assert value.item() == 0.0
     assert grad_NT.tolist() == [[0.0, 0.5]]
+
+
+def test_a_prompt_s_weight_scales_its_gain_and_its_kl_and_no_denominator() -> None:
+    """Weights 2 and ½, w = 1, Â = 1 and −1, k2 = ½ in both, two rows of one token: −½·(2·(1 − ½) + ½·(−1 − ½)) = −.125."""
+    b = minibatch([0, 0], [0, 1], [[1], [1]], old_NT=[[-1.0]] * 2, ref_NT=[[-2.0]] * 2, advantage=[[1.0], [-1.0]])
+    b = replace(b, prompt_weight_N=torch.tensor([2.0, 0.5], dtype=F64))
+    objective = Objective(kl=partial(knobs.kl.k2, beta=1.0))
+    value, grad_NT = value_and_gradient(objective, Forward(torch.full((2, 1), -1.0, dtype=F64, requires_grad=True)), b)
+    assert value.item() == -0.125
+    assert grad_NT.tolist() == [[-0.5 * 2 * (1 - 1)], [-0.5 * 0.5 * (-1 - 1)]]  # ∂k2 = d = 1 at both
 
 
 def test_parts_say_what_the_loss_used() -> None:
