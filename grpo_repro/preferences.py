@@ -28,6 +28,7 @@ from grpo_repro.rollout import sample
 from grpo_repro.tasks import Task, pairs
 from grpo_repro.types import Prompt, UserError
 
+TASKS = ("short", "tail")  # with a warm start
 WORD = "preferences"  # what `model:` says in YAML
 TRAIN, HELDOUT = -2, -3  # step indices of the sampling, no training step's
 DEEPER = 2  # layers above the policy's own
@@ -58,6 +59,10 @@ def prepare(task: str, seed: int, cache: Path, sizes: Sizes | None = None) -> Pa
 
     Raises UserError for a task without a warm start.
     """
+    if task not in TASKS:
+        raise UserError(
+            f"reward model {WORD!r} is taught on a tiny task ({', '.join(TASKS)}), not {task!r}; give learned a folder."
+        )
     sizes = sizes or Sizes()
     what = {"task": task, "seed": seed, "numerics": NUMERICS, **asdict(sizes)}
     key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
@@ -136,7 +141,9 @@ def accuracy(scorer: RewardModel, asked: Sequence[Compared]) -> float:
         right = np.array(one.right)
         gap = r[right][:, None] - r[~right][None, :]
         won, pairs_ = won + float(((gap > 0) + 0.5 * (gap == 0)).sum()), pairs_ + gap.size
-    return won / max(pairs_, 1)
+    if not pairs_:
+        raise UserError("no prompt got a right and a wrong response: there is nothing to measure the reward model's accuracy on.")
+    return won / pairs_
 
 
 def wanted(spec: Any) -> bool:
@@ -163,7 +170,8 @@ def _untaught(start: Policy, seed: int) -> PreTrainedModel:
     The policy's last layer knows which digit is due; only a layer above it can compare that with the digit that came.
     """
     own = start.model.config
-    config = LlamaConfig(**{**own.to_dict(), "num_hidden_layers": own.num_hidden_layers + DEEPER, "num_labels": 1})
+    shape = {k: v for k, v in own.to_dict().items() if k not in ("id2label", "label2id")}
+    config = LlamaConfig(**{**shape, "num_hidden_layers": own.num_hidden_layers + DEEPER, "num_labels": 1})
     with torch.random.fork_rng(devices=[]):  # the constructor draws from the global generator
         model = LlamaForSequenceClassification(config)
     generator = torch.Generator().manual_seed(seed)
@@ -171,6 +179,6 @@ def _untaught(start: Policy, seed: int) -> PreTrainedModel:
         for name, weight in model.named_parameters():
             silent = name.endswith(("o_proj.weight", "down_proj.weight", "score.weight"))
             if weight.dim() > 1:
-                weight.normal_(0.0, 0.0 if silent else own.initializer_range, generator=generator)
+                weight.normal_(0.0, 0.0 if silent else own.hidden_size**-0.5, generator=generator)
     model.model.load_state_dict(start.model.base_model.state_dict(), strict=False)
     return model.eval().requires_grad_(True)
