@@ -95,6 +95,7 @@ class Machine(Strict):
     token_budget: int = Field(default=16384, ge=1, description="padded tokens a micro-batch, prompt included")
     batch_rows: int = Field(default=512, ge=1, description="rows decoded at once")
     engine: Literal["decoder", "transformers"] = "decoder"
+    checkpoint_every: int = Field(default=10, ge=0, description="steps between checkpoints of `grpo-repro run`; 0: none")
 
 
 class Run(Strict):

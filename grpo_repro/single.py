@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from grpo_repro import paths, record, trackers
+from grpo_repro import checkpoint, paths, record, trackers
 from grpo_repro.check import check_run
 from grpo_repro.config import Run
 from grpo_repro.grid import exclusive
@@ -36,6 +36,10 @@ class RunFolder:
     @property
     def policy(self) -> Path:
         return self.path / "policy"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
 
     @property
     def provenance(self) -> dict[str, Any]:
@@ -63,7 +67,15 @@ class RunFolder:
     def clear(self) -> None:
         for name in ("metrics.jsonl", "config.yaml", "provenance.json"):
             (self.path / name).unlink(missing_ok=True)
-        shutil.rmtree(self.policy, ignore_errors=True)
+        for place in (self.policy, self.checkpoints):
+            shutil.rmtree(place, ignore_errors=True)
+
+    def rewind(self) -> None:
+        """Forget the rows after the last checkpoint: a run that was stopped goes on from there."""
+        step, path = checkpoint.newest(self.checkpoints)[1], self.path / "metrics.jsonl"
+        if path.is_file():
+            lines = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) < step]
+            paths.write(path, "".join(line + "\n" for line in lines))
 
     def rows(self) -> list[dict[str, float]]:
         lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -73,7 +85,8 @@ class RunFolder:
 def train_one(run: Run, out: Path | None = None, force: bool = False) -> tuple[RunFolder, bool]:
     """Train one run into its folder; (folder, False) where it was already there.
 
-    Raises UserError, and leaves the folder as it is, where it holds another run. A stopped run leaves its metrics, unfinished.
+    Raises UserError, and leaves the folder as it is, where it holds another run. A stopped run leaves its metrics and its last checkpoint,
+    and the same command goes on from there.
     """
     folder = RunFolder.of(run, out)
     paths.writable(folder.path.parent)
@@ -82,12 +95,14 @@ def train_one(run: Run, out: Path | None = None, force: bool = False) -> tuple[R
     with ExitStack() as stack:
         stack.enter_context(exclusive(paths.writable(folder.path)))
         told = {"key": run.key(), "finished": False, **record.provenance()}
+        if force or not folder.provenance:
+            folder.clear()
+        folder.rewind()
         listeners = [stack.enter_context(t) for t in trackers.opened(run, folder.path)]
-        folder.clear()
         paths.write(folder.path / "config.yaml", yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False))
         paths.write(folder.path / "provenance.json", json.dumps(told, indent=1))
         began = time.perf_counter()
-        metrics = stack.enter_context((folder.path / "metrics.jsonl").open("w", encoding="utf-8"))
+        metrics = stack.enter_context((folder.path / "metrics.jsonl").open("a", encoding="utf-8"))
         for row in _rows(run, folder):
             metrics.write(json.dumps({k: record.kept(v) for k, v in row.items()}) + "\n")
             metrics.flush()
@@ -100,8 +115,9 @@ def train_one(run: Run, out: Path | None = None, force: bool = False) -> tuple[R
 
 
 def _rows(run: Run, folder: RunFolder) -> Iterator[Row]:
-    from grpo_repro import policy as policies
     from grpo_repro import start, train
+    from grpo_repro import policy as policies
+    from grpo_repro.learner import Learner
 
     quiet_libraries()
     bar = Progress(run.name, run.scale.steps)
@@ -110,13 +126,42 @@ def _rows(run: Run, folder: RunFolder) -> Iterator[Row]:
             bar.note(sentence)
         bar.say(text="loading the policy and its task")
         policy, task = start.load(run, paths.cache())
-        for row in train.train(run, policy, task):
+        learner = Learner.of(run, policy, task)
+        first = checkpoint.load(learner, folder.checkpoints)
+        if first:
+            bar.note(f"{run.name}: goes on at step {first}, from its last checkpoint.")
+            bar.advance(run.name, first - 1, run.scale.steps)
+        dead = 0
+        for row in train.steps(learner, first):
             bar.advance(run.name, int(row["step"]), run.scale.steps)
             bar.say(text=headline(row))
+            if row.get("groups/zero_variance") == 1.0:
+                dead += 1
+                if dead == 1:
+                    bar.note(
+                        f"step {row['step']:.0f}: in every group all rewards are equal, so there is nothing to learn from it."
+                    )
             yield row
+            done, every = int(row["step"]) + 1, run.machine.checkpoint_every
+            if every and done % every == 0 and done < run.scale.steps:
+                checkpoint.save(learner, done, folder.checkpoints)
+        if dead == run.scale.steps:
+            raise UserError(
+                f"{run.name}: in none of the {dead} steps did a group hold different rewards, so nothing was learned and no policy is "
+                "saved: take an easier or harder task, a larger rollout.group_size, or another reward."
+            )
         policies.save(policy, folder.policy)
+        shutil.rmtree(folder.checkpoints, ignore_errors=True)
     finally:
         bar.close()
+
+
+def _step_of(line: str) -> int:
+    """The step of a metrics line; a line that was cut short is later than any."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError):
+        return 10**9
 
 
 def headline(row: Row) -> str:

@@ -34,14 +34,19 @@ def train(run: Run, policy: Policy, task: Task) -> Iterator[Row]:
     A row describes the rollout that the policy drew *before* the step's updates, and the updates made on it.
     Raises UserError for a mistake of the user's, NonFinite (with step, tensor and likely knob) when a number blows up.
     """
-    learner = Learner.of(run, policy, task)
-    for step in range(run.scale.steps):
+    yield from steps(Learner.of(run, policy, task))
+
+
+def steps(learner: Learner, first: int = 0) -> Iterator[Row]:
+    """The steps from `first` on; see `train`. Between two rows the learner is what a checkpoint holds."""
+    run = learner.run
+    for step in range(first, run.scale.steps):
         try:
             row = one_step(learner, step)
         except NonFinite as error:
             raise NonFinite(f"step {step}: {error}.") from None
         yield row
-    yield Row(step=run.scale.steps) | exam(policy, task, run)
+    yield Row(step=run.scale.steps) | exam(learner.policy, learner.task, run)
 
 
 def one_step(learner: Learner, step: int) -> Row:

@@ -16,7 +16,7 @@ import runs
 import yaml
 from typer.testing import CliRunner, Result
 
-from grpo_repro import cli, grid, paths, policy, record, start, train
+from grpo_repro import cli, grid, learner, paths, policy, record, start, train
 from grpo_repro.ablation import load_ablation
 from grpo_repro.types import NonFinite, UserError
 
@@ -51,7 +51,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         (folder / "config.json").write_text("{}")
 
     monkeypatch.setattr(start, "load", lambda run, cache: (SimpleNamespace(), SimpleNamespace()))
-    monkeypatch.setattr(train, "train", loop)
+    monkeypatch.setattr(learner.Learner, "of", lambda run, model, task: SimpleNamespace(run=run))
+    monkeypatch.setattr(train, "steps", lambda made, first: loop(made.run, None, None))
     monkeypatch.setattr(policy, "save", save)
     return done
 
@@ -110,11 +111,11 @@ def test_another_run_does_not_overwrite_it(grpo: Command, trained: list[Any], tm
 def test_a_run_that_blows_up_keeps_its_metrics_and_is_not_finished(
     grpo: Command, trained: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def loop(run: Any, model: Any, task: Any) -> Iterator[dict[str, float]]:
+    def loop(made: Any, first: int) -> Iterator[dict[str, float]]:
         yield {"step": 0, "reward": 1.0}
         raise NonFinite("step 1: the loss is nan; look at ① ratio.")
 
-    monkeypatch.setattr(train, "train", loop)
+    monkeypatch.setattr(train, "steps", loop)
     refused(grpo("run", "toy.yaml"), "step 1: the loss is nan")
     folder = tmp_path / "results" / "runs" / "toy" / "seed0"
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 1
@@ -123,11 +124,11 @@ def test_a_run_that_blows_up_keeps_its_metrics_and_is_not_finished(
 
 
 def test_ctrl_c_in_a_run_is_one_line(grpo: Command, trained: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def loop(run: Any, model: Any, task: Any) -> Iterator[dict[str, float]]:
+    def loop(made: Any, first: int) -> Iterator[dict[str, float]]:
         yield {"step": 0, "reward": 1.0}
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, "train", loop)
+    monkeypatch.setattr(train, "steps", loop)
     result = grpo("run", "toy.yaml")
     assert result.exit_code == 130
     assert result.stderr.strip() == "stopped"
@@ -283,3 +284,22 @@ def test_the_module_is_the_command(tmp_path: Path) -> None:
     assert done.returncode == 0
     for command in ("run", "ablate", "knobs", "algorithms", "new", "report"):
         assert command in done.stdout
+
+
+def test_a_run_in_which_every_group_is_dead_says_so_and_saves_no_policy(tmp_path: Path) -> None:
+    """A real run: the reward is 0 whatever is answered."""
+    path = tmp_path / "dead.yaml"
+    path.write_text(
+        "name: dead\npolicy: {start: scratch}\ntask: short\nobjective: {reward: {name: coin, p: 0.0}, sampling: drop_zero_variance}\n"
+        "rollout: {group_size: 2, prompts: 3}\nscale: {steps: 2, eval_prompts: 0}\n"
+    )
+    env = {**os.environ, "GRPO_REPRO_RESULTS": str(tmp_path / "results"), "GRPO_REPRO_CACHE": str(tmp_path / "cache")}
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo_repro", "run", str(path)], capture_output=True, text=True, timeout=120, env={**env, "PYTHONPATH": str(root)}
+    )
+    assert done.returncode == 2
+    assert "step 0: in every group all rewards are equal" in done.stderr
+    assert "error: dead: in none of the 2 steps did a group hold different rewards" in done.stderr
+    assert not list((tmp_path / "results").rglob("policy"))
+    assert "Traceback" not in done.stderr
