@@ -20,10 +20,11 @@ from typing import Any
 import torch
 
 from grpo_repro import paths
-from grpo_repro.knobs import advantage, clip
+from grpo_repro.knobs import advantage, clip, sampling
+from grpo_repro.objective import Objective
 from parity import batches, report
-from parity.cases import BASE, OTHERS, Case, cases
-from parity.compare import SEEDS, Cannot, Deviation, Peer, difference, names, ours, out, specs, swap, worst
+from parity.cases import BASE, OTHERS, Case, cases, unknown
+from parity.compare import SEEDS, Cannot, Deviation, Peer, difference, names, ours, out, parts, specs, swap, worst
 
 PEERS = ("trl", "verl", "openrlhf", "liger")
 
@@ -33,6 +34,11 @@ def main() -> int:
     logging.disable(logging.WARNING)
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
     started = time.time()
+    if new := unknown():
+        print(
+            f"parity: {new[0]} is new: teach parity/peers how each framework says it, then name it in LOOKED_FOR of parity/cases.py."
+        )
+        return 2
     found: dict[str, Any] = {"frameworks": [], "cases": [], "cannot": [], "deviations": []}
     for module in PEERS:
         try:
@@ -63,14 +69,15 @@ def _ask(peer: Peer, deviations: list[Deviation], found: dict[str, Any]) -> dict
     rollouts = {kind: [peer.rollout(seed, kind=kind) for seed in SEEDS] for kind in KINDS}
     for i, case in enumerate(every):
         _progress(peer.name, i, len(every))
+        asked, asked_on = _given(case, rollouts[case.kind])
         try:
-            said = peer.express(case.objective, case.kind)
+            said = peer.express(asked, case.kind)
         except Cannot as no:
             refused[no.option, no.why, case.preset] += 1
             continue
-        mine = said.ours or case.objective
+        mine = said.ours or asked
         try:
-            measured, first = worst(ours(mine), said.run, rollouts[case.kind], said.compared)
+            measured, first = worst(ours(mine), said.run, asked_on, said.compared)
             problem = ""
         except ValueError as error:
             measured, first, problem = {}, {}, str(error)
@@ -80,8 +87,9 @@ def _ask(peer: Peer, deviations: list[Deviation], found: dict[str, Any]) -> dict
         row = {
             "framework": peer.name,
             "preset": case.preset,
+            "given": "" if asked is case.objective else "the kept groups",
             "knobs": specs(case.objective),
-            "options": names(case.objective),
+            "options": names(asked),
             "theirs": _plain(said.options),
             "converted": list(said.converted),
             "kind": case.kind,
@@ -109,6 +117,14 @@ def _ask(peer: Peer, deviations: list[Deviation], found: dict[str, Any]) -> dict
 
 
 KINDS = ("off_policy", "bypass", "on_policy", "far", "far_bypass", "singleton", "ragged")
+
+
+def _given(case: Case, rollouts: list[batches.Batch]) -> tuple[Objective, list[batches.Batch]]:
+    """A preset that drops groups is compared on the groups it keeps: dropping is a loop's work in every framework."""
+    if not case.preset or parts(case.objective, "sampling")[0] == "all":
+        return case.objective, rollouts
+    kept = [b.rows(case.objective.sampling(b.b.r_N, b.b.group_N).nonzero().squeeze(1)) for b in rollouts]
+    return replace(case.objective, sampling=sampling.all), kept
 
 
 def _acts(case: Case, slot: str, batch: batches.Batch) -> float:

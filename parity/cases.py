@@ -49,6 +49,24 @@ OTHERS = {
     "sampling": (sampling.all, sampling.drop_zero_variance),
     "transform": (transform.none, transform.rank),
 }
+# Every variant that has been looked for in the frameworks. A new one is looked for first (and taught to parity/peers), then named here.
+LOOKED_FOR = {
+    "ratio": "token sequence sequence_token none prefix",
+    "correction": "none truncate mask",
+    "clip": "none ppo dual truncate soft_sigmoid soft_tanh kl_penalty gmpo",
+    "gate": "dppo_tv dppo_kl off_policy",
+    "advantage": "group_zscore group_center leave_one_out batch_std batch_zscore max_rl pass_at_k running_zscore gae process_reward",
+    "transform": "none rank sigmoid",
+    "aggregation": "sequence_mean token_mean constant_length sequence_sum balanced",
+    "kl": "none k1 k2 k3 k3_unbiased full forward",
+    "sampling": "all drop_zero_variance dynamic",
+    "overlong": "keep mask soft_penalty",
+}
+
+
+def unknown() -> list[str]:
+    """Variants that nobody has looked for in the frameworks yet: "cannot express" would be a guess."""
+    return [f"{slot}.{name}" for slot, known in LOOKED_FOR.items() for name in variants(slot) if name not in known.split()]
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,10 @@ def problems(found: dict[str, Any]) -> list[str]:
             wrong.append(
                 f"{f['name']}: the example worked by hand gives loss {f['anchor']['loss']}, not -0.05, or another gradient"
             )
-        wrong += [f"{option} has no row for {f['name']}: {NEW}" for option in options() if not cell(found, f["name"], option)]
-        wrong += [f"preset {name} has no row for {f['name']}: {NEW}" for name in _presets() if not preset(found, f["name"], name)]
+        tried = {row for c in found["cases"] if c["framework"] == f["name"] for row in (*c["options"], f"preset {c['preset']}")}
+        rows = [(option, cell(found, f["name"], option)) for option in options()]
+        rows += [(f"preset {name}", preset(found, f["name"], name)) for name in _presets()]
+        wrong += [f"{row} has no row for {f['name']}: {NEW}" for row, text in rows if not text and row not in tried]
     acts: dict[tuple[str, str], float] = defaultdict(float)
     for c in found["cases"]:
         for option in c["options"]:
@@ -113,7 +115,8 @@ def preset(found: dict[str, Any], framework: str, name: str) -> str:
     """A preset's cell."""
     agreeing = [c for c in found["cases"] if c["framework"] == framework and c["preset"] == name and not c["problem"]]
     if agreeing:
-        return _agrees(agreeing)
+        given = next((f", given {c['given']}" for c in agreeing if c["given"]), "")
+        return _agrees(agreeing).partition(" (")[0] + given
     reasons = [f"{n['option']}: {n['reason']}" for n in found["cannot"] if n["framework"] == framework and n["preset"] == name]
     return f"cannot express: {reasons[0]}" if reasons else ""
 
@@ -152,6 +155,8 @@ def render(found: dict[str, Any], provenance: dict[str, Any]) -> str:
         ),
         "",
         "## Presets",
+        "",
+        "As objectives: from rewards to loss and gradient. A preset's step, sampling loop and schedule are not compared.",
         "",
         *_table("preset", frameworks, [(f"`{name}`", [preset(found, f, name) for f in frameworks]) for name in _presets()]),
         "",

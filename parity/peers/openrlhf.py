@@ -16,7 +16,7 @@ import torch
 from grpo_repro.knobs import advantage
 from grpo_repro.objective import Objective
 from grpo_repro.types import Minibatch
-from parity.batches import SIZE, Batch, rollout
+from parity.batches import LIMIT, SIZE, Batch, rollout
 from parity.compare import FP32, FP64, Cannot, Expressed, Out, Peer, Run, out, parts
 from parity.stubs import stubbed
 
@@ -95,7 +95,7 @@ def express(o: Objective, kind: str) -> Expressed:
     if over == "mask":
         raise Cannot("overlong.mask", OUTSIDE["overlong.mask"])
     if over == "soft_penalty":
-        adv["cache"] = over_set["cache"]
+        adv["cache"] = over_set["cache"] or LIMIT // 5
     settings = _policy(o, a)
     penalty, k = parts(o, "kl")
     if penalty not in ("none", "k1", "k2", "k3", "k3_unbiased"):

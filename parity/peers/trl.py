@@ -20,6 +20,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, logging
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 from trl.rewards import get_soft_overlong_punishment
 
 from grpo_repro.objective import Objective
@@ -29,6 +30,7 @@ from parity.compare import Cannot, Expressed, Out, Peer, Run, out, parts
 OPEN = 1e9  # "no bound", where a number is required
 LOSS = {"sequence_mean": "grpo", "token_mean": "dapo", "constant_length": "dr_grpo", "sequence_sum": "luspo"}
 SCALE = {"group_zscore": "group", "group_center": "none", "batch_std": "batch"}
+CONFIG = {GRPOTrainer: GRPOConfig, RLOOTrainer: RLOOConfig, GMPOTrainer: GMPOConfig}
 OUTSIDE = {
     "sampling.drop_zero_variance": "it has no dynamic sampling",
     "sampling.dynamic": "it has no dynamic sampling",
@@ -42,7 +44,7 @@ def trainer(kind: type, **settings: Any) -> Any:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="a"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")
-    config = (GRPOConfig if kind is GRPOTrainer else RLOOConfig)(
+    config = CONFIG[kind](
         output_dir=_model(),
         report_to="none",
         use_cpu=True,
@@ -124,7 +126,7 @@ def _in_float64(function: Any, *args: Any) -> Any:
 
 
 def kind_of(made: Any) -> type:
-    return RLOOTrainer if isinstance(made, RLOOTrainer) else GRPOTrainer
+    return type(made)
 
 
 def _generated(kind: type, prompts: list[Any], completions: list[Any], drawn: Any) -> tuple[Any, ...]:
@@ -150,9 +152,10 @@ def express(o: Objective, kind: str) -> Expressed:
         if a in ("sequence_mean", "constant_length", "sequence_sum"):
             raise Cannot("overlong.mask with a mean over rows", "hidden rows count in N: see the deviations")
         settings["mask_truncated_completions"] = True
-    soft_cache = over_set["cache"] if over == "soft_penalty" else 0
+    soft_cache = (over_set["cache"] or LIMIT // 5) if over == "soft_penalty" else 0
     vllm = weighed(o)
-    run = run_with(GRPOTrainer, vllm is not None, soft_cache, **settings, **(vllm or {}))
+    kind_of_trainer = GMPOTrainer if parts(o, "clip")[0] == "gmpo" else GRPOTrainer
+    run = run_with(kind_of_trainer, vllm is not None, soft_cache, **settings, **(vllm or {}))
     words = settings | ({"use_vllm": True, **vllm} if vllm else {})
     return Expressed(run, words | ({"reward": "get_soft_overlong_punishment"} if soft_cache else {}))
 
@@ -193,6 +196,12 @@ def _clip(o: Objective, a: str) -> dict[str, Any]:
         if a != "sequence_mean":
             raise Cannot("clip.soft_sigmoid with another aggregation", "its sapo is a sequence mean")
         return {"loss_type": "sapo", "sapo_temperature_pos": p["tau_pos"], "sapo_temperature_neg": p["tau_neg"]}
+    if name == "gmpo":
+        if a != "sequence_mean" or parts(o, "ratio")[0] not in ("token", "none") or parts(o, "correction")[0] != "none" or o.gate:
+            raise Cannot("clip.gmpo with another ratio, weight or aggregation", "its GMPOTrainer has one form")
+        if parts(o, "kl")[0] == "k3_unbiased":
+            raise Cannot("clip.gmpo with k3_unbiased", "its GMPOTrainer has k3 without the weight")
+        return {"epsilon": p["eps_low"], "epsilon_high": p["eps_high"]}
     if name not in ("none", "ppo", "dual"):
         raise Cannot(f"clip.{name}", "no such loss_type")
     low = 1.0 if name == "none" or p["eps_low"] is None else p["eps_low"]

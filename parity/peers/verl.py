@@ -181,6 +181,12 @@ def _policy(o: Objective, kind: str) -> tuple[str, dict[str, Any], bool]:
         return "gspo", sides, False
     if w != "token":
         raise Cannot(f"clip.{name} with a sequence ratio", f"its {name} has a token ratio")
+    if name == "gmpo":
+        if parts(o, "aggregation")[0] != "sequence_mean":
+            raise Cannot(
+                "clip.gmpo with another aggregation", "its geo_mean ignores loss_agg_mode and takes the mean over responses"
+            )
+        return "geo_mean", {"clip_ratio_low": p["eps_low"], "clip_ratio_high": p["eps_high"]}, False
     if name == "truncate":
         return "cispo", {"clip_ratio_low": 1 - p["w_min"], "clip_ratio_high": p["w_max"] - 1}, False
     if name == "soft_sigmoid":
