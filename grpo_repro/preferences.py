@@ -32,7 +32,7 @@ TASKS = ("short", "tail")  # with a warm start
 WORD = "preferences"  # what `model:` says in YAML
 TRAIN, HELDOUT = -2, -3  # step indices of the sampling, no training step's
 DEEPER = 2  # layers above the policy's own
-LR, BETAS, WARMUP, CLIP = 1e-3, (0.9, 0.98), 20, 1.0
+LR, BETAS, WARMUP, CLIP = 3e-3, (0.9, 0.98), 20, 1.0
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Sizes:
     warm_steps: int = 350  # of the policy that is sampled
     prompts: int = 1200
     group: int = 16  # responses a prompt
-    steps: int = 300
+    steps: int = 500
     batch: int = 16  # prompts a step
 
 
@@ -51,7 +51,7 @@ class Compared:
     prompt: Prompt
     texts: tuple[str, ...]
     right: tuple[bool, ...]  # the task verifier's word
-    verdicts: tuple[tuple[int, int, int, bool], ...]  # (what, text, last token of it, right so far)
+    verdicts: tuple[tuple[int, int, int, bool], ...]  # (what, text, last token of it, right)
 
 
 def prepare(task: str, seed: int, cache: Path, sizes: Sizes | None = None) -> Path:
@@ -85,7 +85,9 @@ def prepare(task: str, seed: int, cache: Path, sizes: Sizes | None = None) -> Pa
 def collect(policy: Policy, task: Task, prompts: Sequence[Prompt], seed: int, step: int, group: int) -> tuple[Compared, ...]:
     """Responses of the policy to each prompt, compared; a prompt all of whose verdicts are ties is dropped.
 
-    A prefix that ends a step is right where every step so far is. Raises UserError when nothing is left.
+    A prefix that ends a step is right where that step is; the last token belongs to the whole response alone. (From whole responses
+    alone this small model learns next to nothing: accuracy .52 after 400 steps, .74 with the steps.) Raises UserError when nothing is
+    left.
     """
     rollout = sample(policy, prompts, group, limit=task.limit, temperature=1.0, seed=seed, step=step)
     found = []
@@ -96,10 +98,8 @@ def collect(policy: Policy, task: Task, prompts: Sequence[Prompt], seed: int, st
         right = tuple(task.verify(prompt, text)[0] == 1.0 for text in texts)
         verdicts = [(-1, i, len(text) - 1, right[i]) for i, text in enumerate(texts)]
         for i, text in enumerate(texts):
-            so_far = True
-            for k, (end, score) in enumerate(task.steps(prompt, list(text))):
-                so_far = so_far and score == 1.0
-                verdicts.append((k, i, end, so_far))
+            steps = enumerate(task.steps(prompt, list(text)))
+            verdicts += [(k, i, end, score == 1.0) for k, (end, score) in steps if end < len(text) - 1]
         mixed = {what for what in {v[0] for v in verdicts} if len({v[3] for v in verdicts if v[0] == what}) == 2}
         if mixed:
             found.append(Compared(prompt, texts, right, tuple(v for v in verdicts if v[0] in mixed)))

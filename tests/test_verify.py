@@ -165,6 +165,8 @@ def test_an_answer_that_hangs_is_stopped_and_leaves_nothing_behind(answer: str) 
         worker.close()
     assert first.poll() is not None
     assert worker.process is None
+    if answer.startswith("9^") and hasattr(signal, "SIGKILL"):
+        assert first.returncode == -signal.SIGKILL  # by its parent at the limit, not by its own later deadline
 
 
 def test_a_worker_that_was_killed_is_replaced() -> None:
