@@ -94,6 +94,31 @@ def test_needs_are_enough(name: str) -> None:
     same(from_rewards(objective, alone, bare), from_rewards(objective, now, b))
 
 
+@pytest.mark.parametrize(
+    ("slot", "spec"),
+    [(s, v) for s, v in ALL if s in ("ratio", "correction", "clip", "gate", "advantage", "kl", "aggregation")],
+    ids=str,
+)
+def test_a_variant_reads_no_tensor_that_it_does_not_need(slot: str, spec: Any) -> None:
+    """Alone, for in an objective another slot may have asked for it."""
+    now, b, norm = scored_batch(3)
+    function = knobs.resolve(slot, spec)
+    bare = replace(b, target_NT=None, **{k: None for k, need in NEEDED.items() if need not in knobs.needs(function)})
+    alone = replace(
+        now,
+        exact_kl_NT=now.exact_kl_NT if "full_logits" in knobs.needs(function) else None,
+        value_NT=now.value_NT if "values" in knobs.needs(function) else None,
+    )
+
+    def made(now: Forward, b: Minibatch) -> tuple[Tensor, ...]:
+        if slot == "clip":
+            return tuple_of(function(0.1 * now.logp_NT, now, b))
+        return tuple_of(function(*{"correction": (b,), "aggregation": (b, norm), "advantage": (b,)}.get(slot, (now, b))))
+
+    for mine, whole in zip(made(alone, bare), made(now, b), strict=True):
+        assert torch.equal(mine, whole)
+
+
 # One variant at a time: shape, dtype, finite, where gradient flows.
 
 

@@ -203,6 +203,12 @@ def test_a_gate_multiplies_the_gain_and_not_the_kl() -> None:
     assert grad_NT.tolist() == [[0.0, 0.5]]
 
 
+def test_no_kl_is_charged_for_a_masked_token_whatever_the_estimator_says_there() -> None:
+    b = minibatch([1, 0], [0, 0], [[1, 0], [1, 1]], old_NT=[[-1.0] * 2] * 2)
+    scored = score(Objective(kl_in_reward=lambda now, b: torch.ones_like(now.logp_NT)), b).b
+    assert scored.penalty_NT.tolist() == [[1.0, 0.0], [1.0, 1.0]]
+
+
 def test_a_prompt_s_weight_scales_its_gain_and_its_kl_and_no_denominator() -> None:
     """Weights 2 and ½, w = 1, Â = 1 and −1, k2 = ½ in both, two rows of one token: −½·(2·(1 − ½) + ½·(−1 − ½)) = −.125."""
     b = minibatch([0, 0], [0, 1], [[1], [1]], old_NT=[[-1.0]] * 2, ref_NT=[[-2.0]] * 2, advantage=[[1.0], [-1.0]])
