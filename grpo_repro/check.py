@@ -57,6 +57,8 @@ def _warnings(o: Objective, r: Rollout) -> Iterator[str]:
         for gate in o.gate:
             if "sequence_gate" in knobs.traits(gate):
                 yield f"③ advantage {name['advantage']} differs by token, but the gate {base(gate).__name__} goes by one sign."
+    if "raw_reward" in advantage and _beta(o.kl_in_reward):
+        yield f"③ advantage {name['advantage']} reads the reward alone, so ⑤ {name['kl_in_reward']} in the reward has no effect."
     if "zero_gradient_in_loss" in kl and _beta(o.kl):
         yield f"⑤ kl {name['kl']} in the loss has zero expected gradient, only noise: use k2 in the loss, or {name['kl']} in kl_in_reward."
     if "forward_gradient_in_loss" in kl and _beta(o.kl):

@@ -42,7 +42,8 @@ def responses(rollout: Rollout, judged: Judged) -> dict[str, float]:
     """Of the rollout as drawn.
 
     reward, reward/std: mean and standard deviation over responses · accuracy: share the verifier accepts · accuracy/<level>: the same
-    a difficulty bucket · note/<what>: mean of what the task observed · length, length/right, length/wrong: tokens a response, end token
+    a difficulty bucket · reward/<part>: mean of a weighted reward's
+    part, before its weight · note/<what>: mean of what the task observed · length, length/right, length/wrong: tokens a response, end token
     included · truncated: share without an end token · tokens: generated in this step
     """
     length_N, right_N = rollout.length_N.float(), judged.correct_N > 0.5
@@ -61,6 +62,7 @@ def responses(rollout: Rollout, judged: Judged) -> dict[str, float]:
     for name, chosen_N in (("right", right_N), ("wrong", ~right_N)):
         if chosen_N.any():
             row[f"length/{name}"] = float(length_N[chosen_N].mean())
+    row |= {f"reward/{name}": float(part_N.mean()) for name, part_N in judged.parts.items()}
     return row | {f"note/{name}": float(noted_N.mean()) for name, noted_N in judged.notes.items()}
 
 

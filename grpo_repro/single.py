@@ -115,8 +115,8 @@ def train_one(run: Run, out: Path | None = None, force: bool = False) -> tuple[R
 
 
 def _rows(run: Run, folder: RunFolder) -> Iterator[Row]:
-    from grpo_repro import start, train
     from grpo_repro import policy as policies
+    from grpo_repro import start, train
     from grpo_repro.learner import Learner
 
     quiet_libraries()

@@ -36,6 +36,11 @@ SEVERAL = {"updates": 2}
         ({"kl": {"name": "k1", "beta": 0.1}}, {}, r"⑤ kl k1 in the loss has zero expected gradient"),
         ({"preset": "grpo"}, {}, r"⑤ kl k3 in the loss has the gradient of the forward KL"),
         ({"kl_in_reward": {"name": "k1", "beta": 0.1}}, {}, r"③ advantage group_zscore .* with ⑤ k1 in the reward .* ±.7"),
+        (
+            {"advantage": "pass_at_k", "kl_in_reward": {"name": "k1", "beta": 0.1}},
+            {},
+            r"③ advantage pass_at_k reads the reward alone, so ⑤ k1 in the reward has no effect",
+        ),
         ({"preset": "gspo", "clip": {"name": "ppo", "eps_low": 0.2, "eps_high": 0.2}}, {}, r"width 0.2 on ① ratio sequence"),
         (
             {"clip": {"name": "ppo", "eps_low": 3e-4, "eps_high": 4e-4}},
