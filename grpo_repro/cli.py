@@ -1,4 +1,4 @@
-"""The command line: grpo-repro run | ablate | knobs | algorithms | new | report.
+"""The command line: grpo-repro run | ablate | tour | knobs | algorithms | new | report.
 
 A user's mistake is one sentence on stderr and exit code 2 (GRPO_REPRO_DEBUG=1 shows the traceback); Ctrl-C is one line and 130.
 """
@@ -107,6 +107,19 @@ def ablate(
         _print_claims(f"{ablation.title} ({profile})", view.results, verdicts)
         if notebook:
             print(f"figures   {paths.shown(view.folder / 'figures')}\nnotebook  {paths.shown(view.folder / 'notebook.html')}\n")
+
+
+@app.command()
+@guarded
+def tour() -> None:
+    """The formula on an example small enough to check by hand, each knob turned once: no training, half a minute."""
+    from grpo_repro import notebook as notebooks
+    from grpo_repro import report
+
+    for name in report.tours():
+        folder, ran = notebooks.execute_tour(name)
+        print(f"{name}: notebook {'executed' if ran else 'is up to date'}")
+        print(f"figures   {paths.shown(folder / 'figures')}\nnotebook  {paths.shown(folder / 'notebook.html')}")
 
 
 @app.command()

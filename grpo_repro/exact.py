@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -134,6 +134,39 @@ def cap_removes(w_max: float, sigma: float, eps: float = 0.2) -> float:
     dual = partial(knobs.clip.dual, eps_low=eps, eps_high=eps, w_max=w_max)
     open_ = noise_gradient(partial(knobs.clip.ppo, eps_low=eps, eps_high=eps), sigma, -1.0, beyond=1 + eps)
     return 1 - noise_gradient(dual, sigma, -1.0, beyond=1 + eps) / open_
+
+
+def uses_of_kl() -> dict[str, Objective]:
+    """Each estimator of ⑤ in the loss, and each that needs one token alone in the reward; no baseline, β = 1."""
+    bare = Objective(advantage=lambda b: b.return_N.unsqueeze(1), aggregation=knobs.aggregation.sequence_sum)
+    bound = {name: partial(f, beta=1.0) for name, f in knobs.variants("kl").items() if knobs.needs(f)}
+    in_loss = {f"{name} in the loss": replace(bare, kl=f) for name, f in bound.items()}
+    alone = {name: f for name, f in bound.items() if "full_logits" not in knobs.needs(f)}
+    return in_loss | {f"{name} in the reward": replace(bare, kl_in_reward=f) for name, f in alone.items()}
+
+
+def expected_gradient(objective: Objective, theta_V: Tensor, ref_V: Tensor) -> Tensor:
+    """E_{y~π_θ} ∇_θ loss(y) over V one-token responses without reward, of logits θ against a reference's logits, on-policy."""
+    theta_V = theta_V.detach().clone().requires_grad_(True)
+    logp_V, logq_V = torch.log_softmax(theta_V, 0), torch.log_softmax(ref_V, 0)
+    exact_NT = (logp_V.exp() * (logp_V - logq_V)).sum().reshape(1, 1)
+    total = torch.zeros((), dtype=F64)
+    for v in range(len(theta_V)):
+        old_NT = logp_V[v].detach().reshape(1, 1)
+        b = _one_token_batch(torch.zeros(1, dtype=F64), torch.zeros(1, dtype=torch.int64), old_NT)
+        b = score(objective, replace(b, ref_NT=logq_V[v].reshape(1, 1))).b
+        value, _ = loss(objective, Forward(logp_V[v].reshape(1, 1), exact_kl_NT=exact_NT), b, Norm.of(b))
+        total = total + old_NT.exp().squeeze() * value
+    return torch.autograd.grad(total, theta_V)[0]
+
+
+def gradients_of_kl(theta_V: Tensor, ref_V: Tensor) -> tuple[Tensor, Tensor]:
+    """∇_θ of KL(π_θ‖π_ref) and of KL(π_ref‖π_θ), by their definitions."""
+    theta_V = theta_V.detach().clone().requires_grad_(True)
+    logp_V, logq_V = torch.log_softmax(theta_V, 0), torch.log_softmax(ref_V, 0)
+    (reverse_V,) = torch.autograd.grad((logp_V.exp() * (logp_V - logq_V)).sum(), theta_V, retain_graph=True)
+    (forward_V,) = torch.autograd.grad((logq_V.exp() * (logq_V - logp_V)).sum(), theta_V)
+    return reverse_V, forward_V
 
 
 def _normal(sigma: float, above: float) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
-"""Figures from recorded numbers only: frames and results in, matplotlib Figures out. Nothing here trains or reads a file.
+"""Figures from numbers: frames, results and curves in, matplotlib Figures out. Nothing here trains or reads a file.
 
-The five plots; their common look, captions and files are in `style.py` and are called from here too (`figures.save(…)`).
+The plots; their common look, captions and files are in `style.py` and are called from here too (`figures.save(…)`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,14 @@ from grpo_repro.claims import Result, Window, interval_text, number, windowed
 from grpo_repro.style import SIZE, Look, caption, finish, looks, new_figure, save, style
 from grpo_repro.types import UserError
 
-__all__ = ["caption", "curves", "dots", "effects", "looks", "matrix", "save", "style"]
+__all__ = ["caption", "curves", "dots", "effects", "lines", "looks", "matrix", "save", "style"]
 
-PASSES, CUT = "#CFE6F5", "#F6D5BF"
+FILLS: tuple[dict[str, Any], ...] = (  # of a matrix's cells: cut, passes, damped, pulled back
+    {"facecolor": "#F6D5BF", "edgecolor": "#E3B697", "hatch": "//"},
+    {"facecolor": "#CFE6F5", "edgecolor": "#CFE6F5", "hatch": None},
+    {"facecolor": "#F3EFD9", "edgecolor": "#DDD6B0", "hatch": ".."},
+    {"facecolor": "#D8E8D6", "edgecolor": "#B7CFB4", "hatch": "\\\\"},
+)
 
 
 def curves(
@@ -185,19 +190,19 @@ def dots(
 
 
 def matrix(
-    values: Sequence[Sequence[bool]],
+    values: Sequence[Sequence[int]],
     rows: Sequence[str],
     columns: Sequence[str],
     annotations: Sequence[Sequence[str]],
     caption: str,
     *,
     title: str = "",
-    words: tuple[str, str] = ("cut", "passes"),
+    words: Sequence[str] = ("cut", "passes", "damped", "pulled back"),
 ) -> Figure:
-    """A table of cells: `values` says whether the gradient passes (colour and bold word), `annotations` is the cell's text.
+    """A table of cells: `values` says what becomes of the gradient (colour and bold word), `annotations` is the cell's text.
 
-    All are R rows of C cells; cells that are cut are hatched too, so that grey print tells them apart. Raises UserError where a
-    shape differs.
+    0 or False: cut, 1 or True: passes, 2: damped, 3: pulled back. All are R rows of C cells; all but those that pass are hatched
+    too, so that grey print tells them apart. Raises UserError where a shape differs.
     """
     shape = (len(rows), len(columns))
     for name, cells in (("values", values), ("annotations", annotations)):
@@ -209,9 +214,8 @@ def matrix(
         ax = fig.add_subplot()
         for r in range(shape[0]):
             for c in range(shape[1]):
-                passes = bool(values[r][c])
-                fill: dict[str, Any] = {"facecolor": PASSES if passes else CUT, "edgecolor": "#E3B697", "lw": 0}
-                fill["hatch"] = None if passes else "//"
+                state = int(values[r][c])
+                fill: dict[str, Any] = {**FILLS[state], "lw": 0}
                 ax.add_patch(Rectangle((c + 0.02, r + 0.03), 0.96, 0.94, **fill))
                 box = {"facecolor": fill["facecolor"], "edgecolor": "none", "pad": 2}
                 half = 0.68 * SIZE * (annotations[r][c].count("\n") + 2)  # of the height of all lines, in points
@@ -222,13 +226,44 @@ def matrix(
                     "linespacing": 1.35,
                 }
                 ax.annotate(annotations[r][c], xytext=(0, -half), va="bottom", bbox=box, **at)
-                ax.annotate(words[passes], xytext=(0, half), va="top", weight="bold", bbox=box, **at)
+                ax.annotate(words[state], xytext=(0, half), va="top", weight="bold", bbox=box, **at)
         ax.set(xlim=(0, shape[1]), ylim=(shape[0], 0))
         ax.set_xticks(np.arange(shape[1]) + 0.5, columns)
         ax.set_yticks(np.arange(shape[0]) + 0.5, rows)
         ax.tick_params(length=0, labeltop=True, labelbottom=False, labelsize=SIZE)
         ax.grid(False)
         sns.despine(ax=ax, left=True, bottom=True)
+        return finish(fig)
+
+
+def lines(
+    panels: Sequence[tuple[str, str, Mapping[str, tuple[Sequence[float], Sequence[float]]]]],
+    caption: str,
+    *,
+    title: str = "",
+    log: tuple[str, ...] = (),
+    level: float | None = None,
+    legend: str = "",
+) -> Figure:
+    """Exact curves, a plot a panel (x label, y label, name → (x, y)); a name looks alike in all of them.
+
+    `log` names the axes that are logarithmic, "x" or "y"; `level` draws a thin grey line at that height.
+    """
+    names = list(dict.fromkeys(name for *_, drawn in panels for name in drawn))
+    with style():
+        room = 0.9 + 0.08 * max(map(len, [*names, legend]))  # inches, of the legend
+        fig = new_figure(max(4.0 * len(panels) + room, 6.5), 4.0, title, caption)
+        axes = fig.subplots(1, len(panels), squeeze=False).ravel()
+        for ax, (xlabel, ylabel, drawn) in zip(axes, panels, strict=True):
+            for name, (x, y) in drawn.items():
+                look, every = looks(names)[name], max(1, len(x) // 6)
+                marked = (look.place % every, every)
+                ax.plot(x, y, color=look.color, ls=look.linestyle, marker=look.marker, markevery=marked, ms=4.5, lw=1.7)
+            if level is not None:
+                ax.axhline(level, color="#888888", lw=0.8, zorder=0)
+            ax.set(xlabel=xlabel, ylabel=ylabel, **{f"{axis}scale": "log" for axis in log})
+        handles = [_handle(looks(names)[name], name) for name in names]
+        fig.legend(handles=handles, loc="outside right center", title=legend or None, alignment="left", handlelength=3)
         return finish(fig)
 
 

@@ -1,4 +1,4 @@
-"""Execute an ablation's notebook through papermill, and put what it made in place only when all of it succeeded."""
+"""Execute a notebook through papermill, an ablation's or one of exact results, and put what it made in place only as a whole."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from grpo_repro import paths, report
+from grpo_repro import paths, record, report
 from grpo_repro.grid import exclusive
 from grpo_repro.spec import nearest
 from grpo_repro.types import UserError
@@ -31,6 +31,7 @@ DRAWS = (
     "notebook",
     "record",
 )  # modules whose change makes an executed notebook stale
+COMPUTES = ("objective", "knobs/*", "presets", "types", "tour")  # and those that a notebook of exact results shows
 
 
 def execute(name: str, profile: str, **changes: Any) -> tuple[Path, bool]:
@@ -40,23 +41,39 @@ def execute(name: str, profile: str, **changes: Any) -> tuple[Path, bool]:
     parameter that the notebook does not declare or that has another type; and for a cell that fails: earlier results then stay.
     """
     source = paths.notebooks() / f"{name}.ipynb"
-    declared = parameters(source)
-    view = report.load(name, profile)
-    target = paths.writable(view.folder)
     wanted = {"name": name, "profile": profile, **changes}
-    check(wanted | {"results_dir": ""}, declared, source)
-    told = {**report.origin(view.records), "inputs": _inputs(source, view, wanted)}
+    check(wanted | {"results_dir": ""}, parameters(source), source)
+    view = report.load(name, profile)
+    yaml = paths.experiments() / "ablations" / f"{name}.yaml"
+    inputs = _inputs([source, yaml, *_modules(DRAWS)], [r.sha256 for r in view.records], wanted)
+    told = {**report.origin(view.records), "inputs": inputs}
+    return _make(source, view.folder, wanted, told, view.ablation.title, f"results/ablations/{name}/{profile}")
+
+
+def execute_tour(name: str) -> tuple[Path, bool]:
+    """The same of notebooks/00_<name>.ipynb, which shows exact results and reads no runs; its folder is results/<name>."""
+    source = paths.notebooks() / f"00_{name}.ipynb"
+    wanted = {"name": name, "profile": "exact"}
+    check(wanted | {"results_dir": ""}, parameters(source), source)
+    inputs = _inputs([source, *_modules(DRAWS + COMPUTES)], [], wanted)
+    return _make(source, report.page(name).folder, wanted, {**record.provenance(), "inputs": inputs}, name, f"results/{name}")
+
+
+def _make(
+    source: Path, target: Path, wanted: Mapping[str, Any], told: Mapping[str, Any], title: str, shown_as: str
+) -> tuple[Path, bool]:
+    target = paths.writable(target)
     if _made(target) == told["inputs"]:
         return target, False
     import nbformat
 
     with exclusive(target), tempfile.TemporaryDirectory(dir=target, prefix=".making-") as made:
         staging = Path(made)
-        executed = _run(source, staging, wanted | {"results_dir": str(staging)}, f"results/ablations/{name}/{profile}")
-        for extension, text in (("ipynb", nbformat.writes(executed) + "\n"), ("html", _html(executed, view.ablation.title))):
+        executed = _run(source, staging, {**wanted, "results_dir": str(staging)}, shown_as)
+        for extension, text in (("ipynb", nbformat.writes(executed) + "\n"), ("html", _html(executed, title))):
             (staging / f"notebook.{extension}").write_text(text, encoding="utf-8")
         if not (staging / "summary.json").is_file():
-            raise UserError(f"{paths.shown(source)} wrote no summary: end it with view.write_summary().")
+            raise UserError(f"{paths.shown(source)} wrote no summary: end it with write_summary().")
         for part in sorted(staging.iterdir()):
             _replace(part, target / part.name)
         paths.write(target / "provenance.json", json.dumps(told, indent=1) + "\n")  # last: it says that the rest is whole
@@ -128,6 +145,8 @@ def _run(source: Path, staging: Path, given: Mapping[str, Any], shown_as: str) -
     for cell in executed.cells:
         for machine_made in ("papermill", "execution"):
             cell.metadata.pop(machine_made, None)
+        if "injected-parameters" in cell.metadata.get("tags", []):
+            cell.id = "injected-parameters"  # papermill's is random: the same inputs should make the same file
     executed, _ = CoalesceStreamsPreprocessor().preprocess(executed, {})
     return executed
 
@@ -167,6 +186,7 @@ def _this_kernel() -> Iterator[None]:
             "JUPYTER_PLATFORM_DIRS": "1",
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",
             "TQDM_DISABLE": "1",
+            "PYTHONWARNINGS": "ignore:IProgress",  # widgets that a page could not show
             "GRPO_REPRO_ROOT": str(paths.root()),
             "GRPO_REPRO_RESULTS": str(paths.results()),
             "GRPO_REPRO_CACHE": str(paths.cache()),
@@ -193,12 +213,14 @@ def _html(notebook: Any, title: str) -> str:
     return str(body)
 
 
-def _inputs(source: Path, view: report.View, given: Mapping[str, Any]) -> str:
-    """A hash of everything that the executed notebook depends on."""
+def _modules(names: Iterable[str]) -> list[Path]:
     here = Path(__file__).parent
-    yaml = paths.experiments() / "ablations" / f"{view.ablation.name}.yaml"
-    files = [source, yaml, *(here / f"{module}.py" for module in DRAWS)]
-    parts = [*(hashlib.sha256(f.read_bytes()).hexdigest() for f in files), *(r.sha256 for r in view.records), json.dumps(given)]
+    return [path for name in names for path in sorted(here.glob(f"{name}.py"))]
+
+
+def _inputs(files: Iterable[Path], records: Iterable[str], given: Mapping[str, Any]) -> str:
+    """A hash of everything that the executed notebook depends on."""
+    parts = [*(hashlib.sha256(f.read_bytes()).hexdigest() for f in files), *records, json.dumps(given)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

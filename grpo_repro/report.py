@@ -11,6 +11,9 @@ The whole of a notebook's interface:
     view.caption(panel)    the generated sentence under a figure: seeds, interval, profile, commit; without a panel: of all runs
     view.save_figure(fig, stem)     figures/<stem>.png and .svg; the first figure saved is the one that tables link to
     view.write_summary()   summary.json; call it last
+
+A notebook that shows exact results has neither a YAML nor runs: `page = report.page(name, results_dir)` has save_figure and
+write_summary(…) alone.
 """
 
 from __future__ import annotations
@@ -37,14 +40,30 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class View:
+class Page:
+    """The place for what a notebook makes."""
+
+    folder: Path
+    saved: list[str] = field(default_factory=list, kw_only=True)
+
+    def save_figure(self, fig: Figure, stem: str) -> None:
+        if record.slug(stem) != stem:
+            raise UserError(f"save_figure: {stem!r} is not a file's stem; use letters, digits, '-' and '_'.")
+        figures.save(fig, self.folder / "figures" / stem)
+        self.saved.append(stem)
+
+    def write_summary(self, **content: Any) -> None:
+        text = json.dumps({"figures": self.saved, **content}, indent=1, ensure_ascii=False, allow_nan=False)
+        paths.write(self.folder / "summary.json", text + "\n")
+
+
+@dataclass
+class View(Page):
     """An ablation's recorded runs of one profile, and the place for what is made of them."""
 
     ablation: Ablation
     profile: str
     records: list[Record]
-    folder: Path
-    saved: list[str] = field(default_factory=list)
 
     @cached_property
     def frame(self) -> pd.DataFrame:
@@ -69,15 +88,9 @@ class View:
         others = f" Some runs are from {len(told['commits']) - 1} other commits." if len(told["commits"]) > 1 else ""
         return figures.caption(first, n_seeds=len({r.seed for r in drawn})) + others
 
-    def save_figure(self, fig: Figure, stem: str) -> None:
-        if record.slug(stem) != stem:
-            raise UserError(f"save_figure: {stem!r} is not a file's stem; use letters, digits, '-' and '_'.")
-        figures.save(fig, self.folder / "figures" / stem)
-        self.saved.append(stem)
-
-    def write_summary(self) -> None:
+    def write_summary(self, **content: Any) -> None:
         told = origin(self.records)
-        content = {
+        judged = {
             "ablation": self.ablation.name,
             "title": self.ablation.title,
             "profile": self.profile,
@@ -85,10 +98,9 @@ class View:
             "seeds": sorted({r.seed for r in self.records}),
             "commits": told["commits"],
             "dirty": told["dirty"],
-            "figures": self.saved,
             "claims": claims.summary(self.results),
         }
-        paths.write(self.folder / "summary.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        super().write_summary(**judged, **content)
 
 
 def load(name: str, profile: str, results_dir: str = "") -> View:
@@ -101,7 +113,12 @@ def load(name: str, profile: str, results_dir: str = "") -> View:
             f"{len(missing)} of {len(missing) + len(records)} runs of {name} {profile} are not recorded under the present "
             f"settings (first: {missing[0]}): run `grpo-repro ablate {name} --profile {profile}`."
         )
-    return View(ablation, profile, records, folder)
+    return View(folder, ablation, profile, records)
+
+
+def page(name: str, results_dir: str = "") -> Page:
+    """The place of a notebook without runs: results/<name> unless said."""
+    return Page(Path(results_dir) if results_dir else paths.results() / name)
 
 
 def recorded(ablation: Ablation, profile: str) -> tuple[list[Record], list[str]]:
@@ -129,6 +146,11 @@ def find_ablation(name: str) -> Ablation:
 
 def ablation_names() -> list[str]:
     return sorted(path.stem for path in (paths.experiments() / "ablations").glob("*.yaml"))
+
+
+def tours() -> list[str]:
+    """Notebooks of exact results: notebooks/00_<name>.ipynb."""
+    return sorted(path.stem.removeprefix("00_") for path in paths.notebooks().glob("00_*.ipynb"))
 
 
 def origin(records: Iterable[Record]) -> dict[str, Any]:

@@ -129,6 +129,28 @@ def test_every_notebook_runs_through_papermill(path: Path, tmp_path: Path) -> No
     assert {p.suffix for p in (folder / "figures").iterdir()} == {".png", ".svg"}
 
 
+def test_the_tour_of_the_formula_runs_through_papermill(tmp_path: Path) -> None:
+    """`grpo-repro tour`: no runs, no YAML; a second time it has nothing to do."""
+    done = command("tour", tmp=tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "results" / "objective"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert {p.name for p in (folder / "figures").iterdir()} == {f"{s}.{e}" for s in summary["figures"] for e in ("png", "svg")}
+    executed = json.loads((folder / "notebook.ipynb").read_text())
+    assert not [o for c in executed["cells"] for o in c.get("outputs", []) if o["output_type"] in ("error", "stream")]
+    assert "<html" in (folder / "notebook.html").read_text()
+    kept = json.loads((ROOT / "results" / "objective" / "summary.json").read_text())
+    assert found_again(kept, summary), "results/objective is not what this code computes: run grpo-repro tour"
+    assert "is up to date" in command("tour", tmp=tmp_path).stdout
+
+
+def found_again(kept: object, made: object) -> bool:
+    """Equal, numbers to 1e-9. What is made may hold more: a variant that is new."""
+    if isinstance(kept, dict) and isinstance(made, dict):
+        return all(k in made and found_again(kept[k], made[k]) for k in kept)
+    return made == pytest.approx(kept, rel=1e-9, abs=1e-9) if isinstance(kept, float) else made == kept
+
+
 def test_a_run_through_the_command_line_leaves_a_policy_that_transformers_loads(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

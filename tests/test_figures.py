@@ -63,12 +63,15 @@ def results(**changes: object) -> list[Result]:
 
 
 LONG = "a caption that is far longer than the figure is wide " * 6
+EXACT = {"none": ([1.0, 2.0, 4.0], [1.0, 2.0, 4.0]), "a longer name": ([1.0, 2.0, 4.0], [1.0, 0.5, 0.0])}
 DRAW = {
     "curves": lambda: figures.curves(runs(), "peaked", METRICS, ARMS, CAPTION, title="Curves", per_seed=True),
     "curves of four": lambda: figures.curves(runs(), "peaked", METRICS * 2, ARMS, LONG, title="A wide title " * 12),
     "effects": lambda: figures.effects(results(), dict(METRICS), CAPTION, title="Effects"),
     "dots": lambda: figures.dots(runs(), "peaked", METRICS[0], Steps(first=1, last=2), ARMS, LONG, title="Dots"),
     "matrix": lambda: figures.matrix([[False, True]], ["w = 5"], ["Â > 0", "Â < 0"], [["gain 1", "a\nb"]], CAPTION, title="M"),
+    "lines": lambda: figures.lines([("w", "weight", EXACT), ("p", "share", EXACT)], CAPTION, title="Lines", level=1.0),
+    "one of lines": lambda: figures.lines([("w", "weight", EXACT)], LONG, title="A wide title " * 12, legend="Clip", log=("x",)),
 }
 
 
@@ -148,6 +151,22 @@ def test_matrix_says_passes_or_cut_in_word_colour_and_hatch() -> None:
     assert [t.get_text() for t in ax.texts] == ["a", "cut", "b", "passes", "c", "passes", "d", "cut"]
     assert [t.get_text() for t in ax.get_yticklabels()] == ["w = 5", "w = 0.1"]
     assert ax.get_ylim() == (2, 0)
+
+
+def test_matrix_knows_four_states() -> None:
+    ax = figures.matrix([[0, 1, 2, 3]], ["r"], list("abcd"), [["t"] * 4], CAPTION).axes[0]
+    cells = [p for p in ax.patches if isinstance(p, Rectangle)]
+    assert len({p.get_facecolor() for p in cells}) == len({p.get_hatch() for p in cells}) == 4
+    assert [t.get_text() for t in ax.texts][1::2] == ["cut", "passes", "damped", "pulled back"]
+
+
+def test_lines_draw_each_name_alike_in_every_panel() -> None:
+    fig = DRAW["lines"]()
+    drawn = [[line for line in ax.get_lines() if len(line.get_xdata()) == 3] for ax in fig.axes]
+    assert [line.get_color() for line in drawn[0]] == [line.get_color() for line in drawn[1]]
+    assert list(drawn[0][1].get_ydata()) == [1.0, 0.5, 0.0]
+    assert [ax.get_xlabel() for ax in fig.axes] == ["w", "p"]
+    assert [t.get_text() for t in fig.legends[0].get_texts()] == list(EXACT)
 
 
 @pytest.mark.parametrize("name", DRAW)

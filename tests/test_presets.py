@@ -73,7 +73,7 @@ def token_mean(x: Batch, term: Callable[[int, int], Number]) -> Number:
     return sum(term(i, t) for i in live(x) for t in x.tokens(i)) / sum(len(x.tokens(i)) for i in live(x))
 
 
-# J of each paper, to be maximised. The equation numbers are the papers'.
+# J of each paper, to be maximised..
 
 
 def grpo(x: Batch) -> Number:  # 2402.03300, Eq. 3
@@ -85,18 +85,18 @@ def dr_grpo(x: Batch) -> Number:  # 2503.20783: neither 1/|y| nor std
     return total / x.limit / len(live(x))
 
 
-def gspo(x: Batch) -> Number:  # 2507.18071, Eq. 5
+def gspo(x: Batch) -> Number:  # 2507.18071
     return sum(clipped(s(x, i), zscore(x, i), 3e-4, 4e-4) for i in live(x)) / len(live(x))
 
 
-def gspo_token(x: Batch) -> Number:  # 2507.18071, Eqs. 13 and 14: sg[s_i] · π_θ(y_t)/sg[π_θ(y_t)]
+def gspo_token(x: Batch) -> Number:  # 2507.18071: sg[s_i] · π_θ(y_t)/sg[π_θ(y_t)]
     def ratio(i: int, t: int) -> Number:
         return s(x, i).detach() * exp(x.logp[i][t]) / exp(x.logp[i][t]).detach()
 
     return sequence_mean(x, lambda i, t: clipped(ratio(i, t), zscore(x, i), 3e-4, 4e-4))
 
 
-def dapo(x: Batch) -> Number:  # 2503.14476, Eqs. 8 and 13; L_cache/L_max = 4096/20480
+def dapo(x: Batch) -> Number:  # 2503.14476; L_cache/L_max = 4096/20480
     mixed = [i for i in range(len(x.r)) if min(group(x, i)) < max(group(x, i))]
     cache = x.limit * 4096 // 20480
     soft = [min(0.0, max(-1.0, (x.limit - cache - n) / cache)) for n in x.length]
@@ -105,7 +105,7 @@ def dapo(x: Batch) -> Number:  # 2503.14476, Eqs. 8 and 13; L_cache/L_max = 4096
     return token_mean(x, lambda i, t: clipped(w(x, i, t), zscore(x, i), 0.2, 0.28))
 
 
-def cispo(x: Batch) -> Number:  # 2506.13585, Eq. 4
+def cispo(x: Batch) -> Number:  # 2506.13585
     return token_mean(x, lambda i, t: min(float(w(x, i, t)), 1.28) * zscore(x, i) * x.logp[i][t])
 
 
@@ -128,7 +128,7 @@ def tis(x: Batch) -> Number:  # Yao et al. 2025: sg[min(π_old/μ, C)] on PPO's 
     return sequence_mean(x, lambda i, t: rho(i, t) * clipped(w(x, i, t), zscore(x, i), 0.2, 0.2))
 
 
-def dual_clip(x: Batch) -> Number:  # 1912.09729, Eq. 5; the same as INTELLECT-2's min(min(w, δ)Â, clip(w)Â)
+def dual_clip(x: Batch) -> Number:  # 1912.09729; the same as INTELLECT-2's min(min(w, δ)Â, clip(w)Â)
     def two_sided(i: int, t: int) -> Number:
         a, ratio = zscore(x, i), w(x, i, t)
         return (
@@ -148,7 +148,7 @@ def sapo(x: Batch) -> Number:  # 2511.20347
     return sequence_mean(x, lambda i, t: gate(i, t) * zscore(x, i))
 
 
-def ppo_penalty(x: Batch) -> Number:  # 1707.06347, Eq. 8; KL(π_old‖π_θ) at tokens of π_old, β = 1
+def ppo_penalty(x: Batch) -> Number:  # 1707.06347, Sec. 4; KL(π_old‖π_θ) at tokens of π_old, β = 1
     return token_mean(x, lambda i, t: w(x, i, t) * zscore(x, i) - 1.0 * (w(x, i, t) - 1 - torch.log(w(x, i, t))))
 
 
@@ -164,7 +164,7 @@ def lite_ppo(x: Batch) -> Number:  # 2508.08221
     return token_mean(x, lambda i, t: clipped(w(x, i, t), centred(x, i) / (std + 1e-4), 0.2, 0.2))
 
 
-def trpo(x: Batch) -> Number:  # 1502.05477, Eq. 14: the surrogate; the constraint is the step's
+def trpo(x: Batch) -> Number:  # 1502.05477: the surrogate; the constraint is the step's
     return token_mean(x, lambda i, t: w(x, i, t) * zscore(x, i))
 
 
