@@ -98,8 +98,13 @@ def correction(spec: Spec, x: Batch, i: int, t: int) -> float:
 # ② clip and gates, of a token's log w and Â
 
 
-def gain(spec: Spec, logw: Any, a: float, logp: Any) -> Any:
+def gain(spec: Spec, logw: Any, a: float, logp: Any, row: list[tuple[Any, float]]) -> Any:
+    """`row`: log w and Â of every token of the response."""
     name, w = spec["name"], exp(logw)
+    if name == "gmpo":  # token by token: min(w^s, clip(w)^s)^s, which bounds one side only
+        high, low = spec["eps_high"], -spec["eps_low"]
+        bounded = [(x if x < high else high) if s > 0 else (x if x > low else low) for x, s in row]
+        return exp(sum(bounded) / len(bounded)) * a
     if name == "none":
         return w * a
     if name == "ppo":
@@ -108,7 +113,7 @@ def gain(spec: Spec, logw: Any, a: float, logp: Any) -> Any:
             return (1 + high) * a if high is not None and w > 1 + high else w * a
         return (1 - low) * a if low is not None and w < 1 - low else w * a
     if name == "dual":
-        return spec["w_max"] * a if a < 0 and w > spec["w_max"] else gain({**spec, "name": "ppo"}, logw, a, logp)
+        return spec["w_max"] * a if a < 0 and w > spec["w_max"] else gain({**spec, "name": "ppo"}, logw, a, logp, row)
     if name == "truncate":
         return min(max(number(w), spec["w_min"]), spec["w_max"]) * a * logp
     if name == "soft_sigmoid":
@@ -332,9 +337,9 @@ def loss(spec: dict[str, Any], x: Batch) -> Any:
 
     total = torch.zeros((), dtype=torch.float64)
     for i, t in a:
-        gained = correction(spec["correction"], x, i, t) * gain(
-            spec["clip"], logw(spec["ratio"]["name"], x, i, t), a[i, t], x.logp[i][t]
-        )
+        row = [(logw(spec["ratio"]["name"], x, i, u), a[i, u]) for u in x.tokens(i)]
+        mine = logw(spec["ratio"]["name"], x, i, t)
+        gained = correction(spec["correction"], x, i, t) * gain(spec["clip"], mine, a[i, t], x.logp[i][t], row)
         open_ = all(passes(gate, x, i, t, a[i, t]) for gate in spec["gate"])
         paid = kl(spec["kl"], x.logp[i][t], x.old[i][t], x.ref[i][t], x.exact[i][t])
         share = weight(spec["aggregation"], x, rows, i, of_row) * x.prompt_weight[i]

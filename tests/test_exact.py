@@ -541,6 +541,7 @@ AT_ONE: dict[str, list[tuple[Any, float]]] = {
     "soft_sigmoid": [(clip.soft_sigmoid, 1.0), (partial(clip.soft_sigmoid, tau_pos=3.0, tau_neg=0.3), 1.0)],
     "soft_tanh": [(clip.soft_tanh, 1.0), (partial(clip.soft_tanh, tau=5.0), 1.0)],
     "kl_penalty": [(clip.kl_penalty, 1.0), (partial(clip.kl_penalty, beta=50.0), 1.0)],
+    "gmpo": [(clip.gmpo, 1.0)],
 }
 
 
@@ -644,6 +645,7 @@ def test_a10_dual_clip_is_the_two_sided_clip(c: float) -> None:
 # (w, Â) → gain, ∂gain/∂log π, hit; default parameters, log π = log w (π_old = 1), which is in CISPO's value.
 CELLS = [(5.0, 1.0), (5.0, -1.0), (0.1, 1.0), (0.1, -1.0)]
 TWO_BY_TWO: dict[str, list[tuple[float, float, bool]]] = {
+    "gmpo": [(1.491825, 0, True), (-5, -5, False), (0.1, 0.1, False), (-0.670320, 0, True)],  # e^±.4, the closed cells of ppo
     "none": [(5, 5, False), (-5, -5, False), (0.1, 0.1, False), (-0.1, -0.1, False)],
     # cut: raised enough · passes five-fold · passes at a tenth · cut: lowered enough
     "ppo": [(1.2, 0, True), (-5, -5, False), (0.1, 0.1, False), (-0.8, 0, True)],

@@ -129,6 +129,25 @@ def soft_tanh(logw_NT: Tensor, now: Forward, b: Minibatch, *, tau: Positive = 1.
     return (1 + torch.tanh(tau * logw_NT) / tau) * b.advantage, torch.zeros_like(b.mask_NT)
 
 
+@variant(bounding=True, geometric=True)
+def gmpo(
+    logw_NT: Tensor, now: Forward, b: Minibatch, *, eps_low: Positive = 0.4, eps_high: Positive = 0.4
+) -> tuple[Tensor, Tensor]:
+    r"""The clip on each token's log-ratio, before the response's geometric mean.
+
+    $$\Big\{\prod_t\min\big(w_t^{s},\ \mathrm{clip}(w_t, e^{-\varepsilon_{low}}, e^{\varepsilon_{high}})^{s}\big)\Big\}^{s/|y|}\hat A,
+      \quad s=\mathrm{sign}(\hat A)$$
+
+    One number a response, so it goes with token ratios and sequence_mean; needs one Â a response. Widths are in log w.
+    Source: GMPO (2507.20673), Eq. 4: .4 on both sides. Fixes: an outlying token moves the mean, not the gradient of the others.
+    Costs: one-sided by the sign of Â, as PPO's clip is.
+    """
+    near_NT = logw_NT.clamp(-eps_low, eps_high)
+    kept_NT = torch.where(b.advantage > 0, torch.minimum(logw_NT, near_NT), torch.maximum(logw_NT, near_NT))
+    mean_N1 = (kept_NT * b.mask_NT).sum(1, keepdim=True) / b.tokens_N1
+    return (torch.exp(mean_N1) * b.advantage).expand_as(logw_NT), (kept_NT != logw_NT) & b.mask_NT
+
+
 def _init_beta(*, beta: float, target: float) -> dict[str, float]:
     return {"beta": beta}
 

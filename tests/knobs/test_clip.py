@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from math import log
+from math import exp, log
 from typing import Any
 
 import pytest
@@ -113,6 +113,20 @@ def test_truncate() -> None:
     assert gain[0] == pytest.approx([1.6 * log(0.5), 0, 2.5 * log(1.25), 2.5 * log(2)])
     assert hit[0] == hit[1]
     assert (hit[0][0], hit[0][1], hit[0][3]) == (True, False, True)  # w = 1.25 is at the bound, up to rounding
+
+
+def test_gmpo() -> None:
+    """Two responses of three tokens, log w = (.1, 1, −1), ε = .4. Â = +2: (.1, .4, −1), mean −1/6; Â = −1: (.1, 1, −.4), mean .7/3.
+    Gain e^mean·Â at every token. Its slope under sequence_mean (Σ_t/3 of the row's gain): e^mean·Â/3 for each token that is not bounded."""
+    logw_NT = torch.tensor([[0.1, 1.0, -1.0]] * 2, dtype=torch.float64, requires_grad=True)
+    b = minibatch([0, 0], [0, 0], [[1, 1, 1]] * 2, advantage=torch.tensor([[2.0], [-1.0]], dtype=torch.float64))
+    gain_NT, hit_NT = clip.gmpo(logw_NT, Forward(logw_NT), b)
+    up, down = 2 * exp(-1 / 6), -exp(0.7 / 3)
+    assert gain_NT.tolist() == [pytest.approx([up] * 3), pytest.approx([down] * 3)]
+    assert hit_NT.tolist() == [[False, True, False], [False, False, True]]
+    (gain_NT / 3).sum().backward()
+    assert logw_NT.grad is not None
+    assert logw_NT.grad.tolist() == [pytest.approx([up / 3, 0, up / 3]), pytest.approx([down / 3, down / 3, 0])]
 
 
 def test_soft_sigmoid() -> None:
