@@ -295,9 +295,8 @@ def test_a_run_in_which_every_group_is_dead_says_so_and_saves_no_policy(tmp_path
     )
     env = {**os.environ, "GRPO_REPRO_RESULTS": str(tmp_path / "results"), "GRPO_REPRO_CACHE": str(tmp_path / "cache")}
     root = Path(__file__).resolve().parents[1]
-    done = subprocess.run(
-        [sys.executable, "-m", "grpo_repro", "run", str(path)], capture_output=True, text=True, timeout=120, env={**env, "PYTHONPATH": str(root)}
-    )
+    words = [sys.executable, "-m", "grpo_repro", "run", str(path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env={**env, "PYTHONPATH": str(root)})
     assert done.returncode == 2
     assert "step 0: in every group all rewards are equal" in done.stderr
     assert "error: dead: in none of the 2 steps did a group hold different rewards" in done.stderr
