@@ -116,9 +116,8 @@ def page(measured: dict[str, Any], origin: dict[str, Any]) -> str:
     for name, m in measured.items():
         s = m["seconds"]
         spent = ", ".join(f"{s[k]:.3g}" for k in ("sample", "old", "update_plain", "update_full"))
-        lines.append(
-            f"| {name} | {m['extra_share_of_a_step']:+.2%} ({m['low']:+.2%} to {m['high']:+.2%}) | {m['bar']:.0%} | {m['pairs']} | {spent} |"
-        )
+        extra = f"{m['extra_share_of_a_step']:+.2%} ({m['low']:+.2%} to {m['high']:+.2%})"
+        lines.append(f"| {name} | {extra} | {m['bar']:.0%} | {m['pairs']} | {spent} |")
     machine = origin["machine"]
     lines.append(
         f"\n{machine['cpu']}, {machine['cores']} cores, one thread; commit {str(origin['commit'])[:10]}, {origin['started']}.\n"

@@ -285,7 +285,7 @@ def interval_text(r: Result) -> str:
 
 
 def summary(results: Iterable[Result]) -> list[dict[str, Any]]:
-    """The results as JSON: floats at 4 significant digits, absent numbers null. `Result.model_validate` reads a row back."""
+    """The results as JSON: floats at 6 significant digits, absent numbers null. `Result.model_validate` reads a row back."""
     return [_rounded(r.model_dump(mode="python")) for r in results]
 
 
@@ -295,5 +295,5 @@ def _rounded(x: Any) -> Any:
     if isinstance(x, list | tuple):
         return [_rounded(value) for value in x]
     if isinstance(x, float):
-        return float(f"{x:.4g}") if math.isfinite(x) else None
+        return float(f"{x:.6g}") if math.isfinite(x) else None
     return x

@@ -33,7 +33,11 @@ class Judged:
     def rows(self, index_K: Tensor) -> Judged:
         """The judgement of some rows only."""
         picked: dict[str, Any] = {
-            name: {k: x[index_K] for k, x in value.items()} if isinstance(value, dict) else None if value is None else value[index_K]
+            name: {k: x[index_K] for k, x in value.items()}
+            if isinstance(value, dict)
+            else None
+            if value is None
+            else value[index_K]
             for name, value in vars(self).items()
         }
         return Judged(**picked)

@@ -9,7 +9,7 @@ The whole of a notebook's interface:
     view.results           the claims evaluated on it (claims.Result), with verdicts where the profile decides, else previews
     view.table()           claims.table of the results, a DataFrame for people
     view.caption(panel)    the generated sentence under a figure: seeds, interval, profile, commit; without a panel: of all runs
-    view.save_figure(fig, stem)     figures/<stem>.png and .svg; the first figure saved is the one that tables link to
+    view.save_figure(fig, stem)     figures/<stem>.png and .svg; tables link to `effects`, else to the first
     view.write_summary()   summary.json; call it last
 
 A notebook that shows exact results has neither a YAML nor runs: `page = report.page(name, results_dir)` has save_figure and
@@ -201,7 +201,7 @@ def claims_table(links: str, full: bool) -> str:
             continue
         content, results = verdicts[name]
         place = f"{links}ablations/{name}/full/"
-        figure = f"[figure]({place}figures/{content['figures'][0]}.png), " if content["figures"] else ""
+        figure = f"[figure]({place}figures/{_shown(content['figures'])}.png), " if content["figures"] else ""
         where = f"{figure}[notebook]({place}notebook.ipynb)"
         for r in results:
             c, verdict = r.claim, f"**{r.verdict}**"
@@ -215,6 +215,11 @@ def claims_table(links: str, full: bool) -> str:
                 cells = [says, verdict, f"{compared} = {estimate} {claims.interval_text(r)}", r.n, c.scope, where]
             rows.append([str(cell) for cell in cells])
     return _markdown(head, rows)
+
+
+def _shown(figures: list[str]) -> str:
+    """The figure that a table links to: the one of the effects, else the first."""
+    return next((stem for stem in figures if stem.startswith("effects")), figures[0])
 
 
 def cost_table(costs: dict[str, dict[str, Any]]) -> str:

@@ -285,7 +285,7 @@ def test_windows_read_as_words() -> None:
 def test_summary_is_json_and_reads_back() -> None:
     results = evaluate([claim(primary=True), claim(id="absent", metric="depth")], runs(around(1 / 3)), decide=True)
     rows = json.loads(json.dumps(summary(results), allow_nan=False))
-    assert rows[0]["estimate"] == 0.3333
+    assert rows[0]["estimate"] == 0.333333
     assert rows[0]["claim"]["window"] == {"first": 1, "last": 2}
     assert rows[1]["estimate"] is None
     assert rows[1]["verdict"] == "not measured"

@@ -177,7 +177,8 @@ def test_bind_and_unbind_are_inverse() -> None:
 @pytest.mark.parametrize("slot", knobs.SLOTS)
 def test_every_variant_survives_the_way_to_yaml_and_back(slot: str) -> None:
     for name, function in knobs.variants(slot).items():
-        must = {p: 0.5 for p, a in spec.parameters(function).items() if a.default is a.empty}
+        given = {"pattern": "x", "note": "rare", "model": "preferences", "parts": [{"reward": "exact_match", "weight": 1.0}]}
+        must = {p: given.get(p, 0.5) for p, a in spec.parameters(function).items() if a.default is a.empty}
         bound = knobs.resolve(slot, {"name": name, **must})
         again = knobs.resolve(slot, strict_yaml.load(yaml.safe_dump(spec.unbind(bound))))
         assert spec.unbind(again) == spec.unbind(bound)

@@ -154,7 +154,7 @@ def found_again(kept: object, made: object) -> bool:
 def test_a_run_through_the_command_line_leaves_a_policy_that_transformers_loads(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    arguments = ("policy.start=scratch", "scale.steps=2", "rollout.prompts=6", "scale.eval_prompts=3")
+    arguments = ("policy.start=scratch", "scale.steps=2", "rollout.prompts=6", "scale.eval_prompts=3", "objective.reward=coin")
     done = command("run", str(ROOT / "experiments" / "runs" / "tiny.yaml"), *arguments, tmp=tmp_path)
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "results" / "runs").glob("tiny*/seed0")

@@ -114,9 +114,7 @@ def gradients(learner: Learner, rollout: Rollout, b: Minibatch, **machine: Any) 
 
 
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "constant_length", "sequence_sum"])
-def test_one_batch_equals_row_by_row_equals_left_padded(
-    rolled: tuple[Learner, Rollout, Minibatch], aggregation: str
-) -> None:
+def test_one_batch_equals_row_by_row_equals_left_padded(rolled: tuple[Learner, Rollout, Minibatch], aggregation: str) -> None:
     """{micro-batches of all rows} ≡ {one row each} ≡ {three more columns of padding on the left}: TRL#7206, verl#3741."""
     learner, rollout, b = rolled
     data = merged(learner.run.model_dump(), {"objective.aggregation": aggregation})

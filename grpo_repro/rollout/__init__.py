@@ -200,7 +200,9 @@ def _extended(policy: Policy, begun: Rollout, row_K: Tensor, more: Rollout, limi
     cut_N[row_K] = more.cut_N | (length_K + more.length_N > limit)
     T = int(length_N.max())
     wide = _widened(begun, begun.prompt_NP.shape[1], max(T, begun.response_NT.shape[1]))
-    copies: dict[str, Any] = {n: v.clone() for n, v in vars(wide).items() if isinstance(v, Tensor) and v.dim() > 1 and n != "prompt_NP"}
+    copies: dict[str, Any] = {
+        n: v.clone() for n, v in vars(wide).items() if isinstance(v, Tensor) and v.dim() > 1 and n != "prompt_NP"
+    }
     for t in range(more.response_NT.shape[1]):
         live_J = ((t < more.length_N) & (length_K + t < limit)).nonzero().squeeze(1)
         for name, tensor in copies.items():
@@ -211,7 +213,9 @@ def _extended(policy: Policy, begun: Rollout, row_K: Tensor, more: Rollout, limi
 def _widened(r: Rollout, width_P: int, width_T: int) -> Rollout:
     """With prompts padded on the left and responses on the right."""
     left, right = width_P - r.prompt_NP.shape[1], width_T - r.response_NT.shape[1]
-    grown: dict[str, Any] = {n: torch.nn.functional.pad(getattr(r, n), (0, right)) for n in ("response_NT", "mask_NT", "sampler_NT")}
+    grown: dict[str, Any] = {
+        n: torch.nn.functional.pad(getattr(r, n), (0, right)) for n in ("response_NT", "mask_NT", "sampler_NT")
+    }
     if r.support_NTV is not None:
         grown["support_NTV"] = torch.nn.functional.pad(r.support_NTV, (0, 0, 0, right), value=True)
     return replace(r, prompt_NP=torch.nn.functional.pad(r.prompt_NP, (left, 0)), **grown)
