@@ -231,9 +231,9 @@ def cost_table(costs: dict[str, dict[str, Any]]) -> str:
     return _markdown(["ablation", "profile", "runs", "minutes of one core", "minutes on two cores", "measured on"], rows)
 
 
-def pages() -> dict[Path, str]:
+def pages(*, here: bool = True) -> dict[Path, str]:
     """Every generated page with its text, as it should be now. Raises UserError where the README lacks the markers."""
-    costs = _costs()
+    costs = _costs(here)
     readme = paths.root() / "README.md"
     text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
     text = _between(text, "claims", claims_table("results/", full=False), readme)
@@ -251,7 +251,7 @@ def pages() -> dict[Path, str]:
 
 def write_pages(check: bool = False) -> list[Path]:
     """Write the pages that changed and return them. With `check`, write nothing and raise UserError where one is stale."""
-    stale = [(p, text) for p, text in pages().items() if not p.is_file() or p.read_text(encoding="utf-8") != text]
+    stale = [(p, text) for p, text in pages(here=not check).items() if not p.is_file() or p.read_text(encoding="utf-8") != text]
     if check and stale:
         raise UserError(f"{', '.join(paths.shown(p) for p, _ in stale)}: not up to date; run `grpo-repro report`.")
     for path, text in stale:
@@ -259,7 +259,7 @@ def write_pages(check: bool = False) -> list[Path]:
     return [path for path, _ in stale]
 
 
-def _costs() -> dict[str, dict[str, Any]]:
+def _costs(here: bool) -> dict[str, dict[str, Any]]:
     """Measured cost by "ablation/profile": what results/cost.json holds, and the profiles that ran here and are not in it.
 
     Profiles other than `full` are not committed themselves, so a fresh clone knows their cost from this file alone.
@@ -270,7 +270,7 @@ def _costs() -> dict[str, dict[str, Any]]:
     for file in sorted((paths.results() / "ablations").glob("*/*/provenance.json")):
         told = _json(file)
         place = f"{file.parts[-3]}/{file.parts[-2]}"
-        if file.parts[-2] == "full" or place not in costs:
+        if file.parts[-2] == "full" or (here and place not in costs):
             costs[place] = {"runs": told["runs"], "core_seconds": told["core_seconds"], "cpu": told["machines"][0]["cpu"]}
     return {place: cost for place, cost in costs.items() if place.split("/")[0] in names}
 
