@@ -209,8 +209,21 @@ def _html(notebook: Any, title: str) -> str:
 
     unused = dict.fromkeys(("require_js_url", "jquery_url", "mermaid_js_url", "mermaid_layout_elk_js_url"), "")
     exporter = HTMLExporter(embed_images=True, sanitize_html=True, **unused)
+    exporter.register_filter("clean_html", _clean)  # nbconvert's own knows no headings, paragraphs or table heads
     body, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": title}})
     return str(body)
+
+
+def _clean(element: str | bytes) -> str:
+    """HTML with the tags of text, tables and code only; any other tag is shown as text, so a script in an output cannot run."""
+    import bleach
+
+    text = element.decode() if isinstance(element, bytes) else str(element)
+    text = re.sub(r"<style\b.*?</style>", "", text, flags=re.DOTALL | re.IGNORECASE)  # pandas puts one before every table
+    tags = {*bleach.ALLOWED_TAGS, "h1", "h2", "h3", "h4", "h5", "h6", "p", "br", "hr", "div", "span", "pre", "img", "sup", "sub"}
+    tags |= {"table", "thead", "tbody", "tfoot", "tr", "th", "td", "caption"}
+    allowed = {**bleach.ALLOWED_ATTRIBUTES, "*": ["class", "id"], "th": ["colspan", "rowspan"], "img": ["src", "alt"]}
+    return str(bleach.clean(text, tags=tags, attributes=allowed))
 
 
 def _modules(names: Iterable[str]) -> list[Path]:
