@@ -8,15 +8,17 @@ import torch
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from grpo_repro import adaptive, reference
+from grpo_repro import adaptive, knobs, reference
 from grpo_repro.adaptive import State
 from grpo_repro.config import Run
 from grpo_repro.critic import Critic
+from grpo_repro.logprobs import WHOLE_VOCABULARY
 from grpo_repro.objective import Objective
 from grpo_repro.policy import Policy
 from grpo_repro.rollout import Births
+from grpo_repro.spec import base
 from grpo_repro.tasks import Task
-from grpo_repro.types import Rollout
+from grpo_repro.types import Rollout, UserError
 
 
 @dataclass
@@ -37,6 +39,7 @@ class Learner:
     @classmethod
     def of(cls, run: Run, policy: Policy, task: Task) -> Learner:
         objective = run.built()
+        _whole(objective, policy)
         watched = "ref" in objective.needs or run.scale.monitor
         wanted = "values" in objective.needs
         critic = Critic.of(policy, run.critic.eps_clip, run.critic.coef, run.critic.detach) if wanted else None
@@ -68,6 +71,17 @@ class Learner:
         """Set the learning rates of the next optimiser step: linear warm-up, then constant."""
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * min(1.0, (self.updates + 1) / max(self.run.scale.warmup, 1))
+
+
+def _whole(objective: Objective, policy: Policy) -> None:
+    """Raises UserError where a variant reads whole distributions and the vocabulary is too large for them to be kept."""
+    for slot in ("kl", "step"):
+        variant = getattr(objective, slot)
+        if "full_logits" in knobs.needs(variant) and policy.vocab > WHOLE_VOCABULARY:
+            raise UserError(
+                f"objective.{slot}: {base(variant).__name__} needs the whole distribution at every token, which is kept for vocabularies "
+                f"of up to {WHOLE_VOCABULARY}, and the model {policy.name!r} has {policy.vocab}: use another variant, or a smaller model."
+            )
 
 
 def _optimizer(run: Run, model: PreTrainedModel, critic: Critic | None) -> torch.optim.Optimizer:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from grpo_repro.types import ABSENT, Forward, Rollout, UserError
 
 LOWEST = -1e4  # log-prob of a token outside the support: its probability is exactly 0 in fp64 too
+WHOLE_VOCABULARY = 1024  # up to this many symbols a rollout's distributions are kept whole, and KL is exact
 SMALL_VOCABULARY = 4096  # up to here all logits are kept for the backward pass: faster, and twice differentiable
 # Their logits are lm_head(hidden), nothing more. Others (soft caps, logit scales) go through their own forward.
 PLAIN_HEADS = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "gpt2", "olmo2", "phi3")

@@ -11,13 +11,12 @@ from transformers import PreTrainedModel
 from grpo_repro.config import Run
 from grpo_repro.critic import Critic
 from grpo_repro.judge import judge
-from grpo_repro.logprobs import exact_kl, forward, log_distributions, micro_batches, trim
+from grpo_repro.logprobs import WHOLE_VOCABULARY, exact_kl, forward, log_distributions, micro_batches, trim
 from grpo_repro.policy import Policy
 from grpo_repro.rollout import sample
 from grpo_repro.tasks import Task
 from grpo_repro.types import ABSENT, Rollout
 
-WHOLE_VOCABULARY = 1024  # up to this many symbols a distribution is kept whole, and KL is exact
 EXAM = -1  # the exam's step index: it always sees the same random numbers, so two exams differ by the policy alone
 
 
@@ -48,12 +47,13 @@ def measure(model: PreTrainedModel, rollout: Rollout, run: Run, vocab: int, crit
                 entropy_KT = -(logq_KTV.exp() * logq_KTV).sum(-1)  # LOWEST, not −inf, outside a support
                 logp_NT[rows_K, :width] = logp_KT.masked_fill(~part.mask_NT, 0.0)
                 entropy_NT[rows_K, :width] = entropy_KT.masked_fill(~part.mask_NT, 0.0)
-            else:
-                now = forward(model, part, run.rollout.temperature, entropy=True)
+            if logq_NTV is None or critic is not None:
+                now = forward(model, part, run.rollout.temperature, entropy=logq_NTV is None, value_head=critic)
+            if logq_NTV is None:
                 logp_NT[rows_K, :width] = now.logp_NT
                 entropy_NT[rows_K, :width] = now.entropy_NT
             if critic is not None:
-                value_NT[rows_K, :width] = forward(model, part, run.rollout.temperature, value_head=critic).value_NT
+                value_NT[rows_K, :width] = now.value_NT
     return Measured(logp_NT, entropy_NT, logq_NTV, value_NT)
 
 
