@@ -25,8 +25,8 @@ def collect(learner: Learner, step: int) -> tuple[Rollout, Judged, Row]:
     """The step's rollout with its rewards, and what it cost. Raises UserError when a bounded search found nothing to learn from."""
     wanted, resampling = learner.run.rollout, "resample" in knobs.traits(learner.objective.sampling)
     if wanted.chunk is not None:
-        rollout, row = _partial(learner, step, wanted.chunk)
-        judged = _judged(learner, rollout, step)
+        rollout, births, row = _partial(learner, step, wanted.chunk)
+        judged = _judged(learner, rollout, step, births)
     elif resampling:
         rollout, judged, row = _dynamic(learner, step)
     elif wanted.extra:
@@ -62,9 +62,9 @@ def _sample(
     )
 
 
-def _judged(learner: Learner, rollout: Rollout, step: int) -> Judged:
+def _judged(learner: Learner, rollout: Rollout, step: int, births: Births | None = None) -> Judged:
     steps = "steps" in learner.objective.needs
-    return judge(learner.objective.reward, rollout, learner.task, learner.policy, learner.run.seed, step, steps=steps)
+    return judge(learner.objective.reward, rollout, learner.task, learner.policy, learner.run.seed, step, steps, births)
 
 
 def _dynamic(learner: Learner, step: int) -> tuple[Rollout, Judged, Row]:
@@ -114,7 +114,7 @@ def _extra(learner: Learner, rollout: Rollout, step: int) -> tuple[Rollout, Judg
     return both, _judged(learner, both, step), row
 
 
-def _partial(learner: Learner, step: int, chunk: int) -> tuple[Rollout, Row]:
+def _partial(learner: Learner, step: int, chunk: int) -> tuple[Rollout, Births, Row]:
     """Responses grow by at most `chunk` tokens a step; a group is trained on in the step in which its last response has ended.
 
     Every token keeps the log-prob of the weights that drew it. A step in which no group is complete goes on until one is.
@@ -126,8 +126,7 @@ def _partial(learner: Learner, step: int, chunk: int) -> tuple[Rollout, Row]:
     waiting = len(flight[0].prompts) if flight else 0
     if waiting < learner.run.rollout.prompts:
         fresh = _sample(learner, step, 0, learner.run.rollout.group_size, prompts=learner.run.rollout.prompts - waiting)
-        member_N = torch.arange(len(fresh.group_N), device=fresh.group_N.device) % learner.run.rollout.group_size
-        births = Births(torch.full_like(fresh.group_N, step), fresh.group_N, member_N)
+        births = Births.of(fresh.group_N, step)
         flight = (fresh, births) if flight is None else (join([flight[0], fresh]), _together(flight[1], births))
     assert flight is not None
     while not len(_complete(flight[0], learner.limit)):
@@ -135,11 +134,10 @@ def _partial(learner: Learner, step: int, chunk: int) -> tuple[Rollout, Row]:
     rollout, births = flight
     done_N = torch.isin(rollout.group_N, _complete(rollout, learner.limit))
     row = {"groups/unfinished": float(len(rollout.prompts) - len(torch.unique(rollout.group_N[done_N])))}
-    older_N = births.step_N[done_N] < step
-    row["rows/older"] = float(older_N.sum())
-    rest_K = (~done_N).nonzero().squeeze(1)
+    done_K, rest_K = done_N.nonzero().squeeze(1), (~done_N).nonzero().squeeze(1)
+    row["rows/older"] = float((births.step_N[done_K] < step).sum())
     learner.pending = (_renumbered(rollout.rows(rest_K)), births.rows(rest_K)) if len(rest_K) else None
-    return _renumbered(rollout.rows(done_N.nonzero().squeeze(1))), row
+    return _renumbered(rollout.rows(done_K)), births.rows(done_K), row
 
 
 def _complete(rollout: Rollout, limit: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_repro.policy import Policy
+from grpo_repro.rollout import Births
 from grpo_repro.spec import base
 from grpo_repro.tasks import Task
 from grpo_repro.types import ABSENT, Prompt, Response, Rollout, UserError
@@ -43,17 +44,27 @@ class Judged:
         return Judged(**picked)
 
 
-def judge(reward: Reward, rollout: Rollout, task: Task, policy: Policy, seed: int, step: int, steps: bool = False) -> Judged:
+def judge(
+    reward: Reward,
+    rollout: Rollout,
+    task: Task,
+    policy: Policy,
+    seed: int,
+    step: int,
+    steps: bool = False,
+    births: Births | None = None,
+) -> Judged:
     """Every response's reward and verdict; with `steps` the score of every reasoning step too.
+
+    Chance in a reward has the index of the response's birth (default: this step, the group's id, the place in the group).
 
     A step's score is the task's step verifier's, or the reward's own where it can judge a prefix (a reward model).
     Raises UserError when the reward function raises, returns no finite number, or not one a response, and when `steps` are asked of
     responses that have none.
     """
-    counts: dict[int, int] = {}
     groups, lengths, cut = rollout.group_N.tolist(), rollout.length_N.tolist(), rollout.cut_N.tolist()
-    samples = [counts.update({g: counts.get(g, -1) + 1}) or counts[g] for g in groups]
-    u_N = uniform(seed, REWARD, step, torch.tensor(groups), torch.tensor(samples), 0).tolist()
+    born = births or Births.of(rollout.group_N, step)
+    u_N = uniform(seed, REWARD, born.step_N, born.prompt_N, born.member_N, 0).tolist()
     prompts = [rollout.prompts[g] for g in groups]
     responses, positions = [], []
     for n, row in enumerate(rollout.response_NT.tolist()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,11 +31,21 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Births:
-    """Where a row's chance comes from: u(seed, TOKENS, step, prompt, member, token). It stays with a row that is finished later."""
+    """Where a row's chance comes from: u(seed, …, step, prompt, member, token). It stays with a row that is finished later."""
 
     step_N: Tensor
     prompt_N: Tensor
     member_N: Tensor
+
+    @classmethod
+    def of(cls, group_N: Tensor, step: int) -> Births:
+        """Of responses begun in this step: a member is its place among the rows of its group."""
+        seen: Counter[int] = Counter()
+        members = []
+        for g in group_N.tolist():
+            members.append(seen[g])
+            seen[g] += 1
+        return cls(torch.full_like(group_N, step), group_N, torch.tensor(members, dtype=group_N.dtype, device=group_N.device))
 
     def rows(self, index_K: Tensor) -> Births:
         return Births(self.step_N[index_K], self.prompt_N[index_K], self.member_N[index_K])
@@ -84,7 +95,9 @@ def proceed(policy: Policy, begun: Rollout, births: Births, *, chunk: int, limit
     """At most `chunk` more tokens for every row that is cut short of `limit`: what was drawn stays, with its own log-probs.
 
     The new tokens are drawn from the policy as it is now. `cut_N` stays True for a row that has not ended, at the limit or before.
+    Raises UserError where a prompt leaves no room for `limit` tokens in the model's context.
     """
+    _check(policy, begun.prompts, 1, limit, how)
     row_K = (begun.cut_N & (begun.length_N < limit)).nonzero().squeeze(1)
     if not len(row_K):
         return begun
