@@ -65,16 +65,20 @@ def update(
 ) -> tuple[metrics.Totals, int]:
     """μ passes over the kept rows; returns the totals and how many optimiser steps were made.
 
-    A rollout of which nothing was kept makes no update. Raises NonFinite for a loss or gradient that is not a number.
+    A rollout of which nothing was kept makes no update, nor does a minibatch whose rows are all hidden by `overlong`.
+    Raises NonFinite for a loss or gradient that is not a number.
     """
     totals, made = metrics.Totals(), 0
     whole = "full_logits" in objective.needs
     for epoch in range(learner.run.rollout.updates):
         for rows_M in minibatches(scored.b, learner.run, step, epoch):
             kept_M, b = scored.row_K[rows_M], scored.b.rows(rows_M)
+            norm = Norm.of(b)
+            if not norm.tokens:  # every row is hidden; a step on a gradient of 0 would still move the weights, by its momentum
+                continue
             old_NTV = old.logq_NTV[kept_M] if whole and old.logq_NTV is not None else ABSENT
             ref_NTV = ref.logq_NTV[kept_M] if whole and ref is not None and ref.logq_NTV is not None else ABSENT
-            take(Work(learner, objective, rollout.rows(kept_M), b, Norm.of(b), old_NTV, ref_NTV), totals)
+            take(Work(learner, objective, rollout.rows(kept_M), b, norm, old_NTV, ref_NTV), totals)
             made += 1
     return totals, made
 
