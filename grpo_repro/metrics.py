@@ -70,7 +70,8 @@ def groups(b: Minibatch, scored: Scored) -> dict[str, float]:
     """Of the groups, on raw rewards.
 
     groups/zero_variance: share whose rewards are all equal · groups/all_right, groups/all_wrong: flat at the highest or lowest reward
-    of the step (only where rewards differ at all) · groups/dropped, rows/dropped: kept out of the loss by knob ⑥
+    of the step (only where rewards differ at all) · groups/dropped, rows/dropped: kept out of the loss by knob ⑥ · reward/kept: mean over
+    the rows that are left, where some were dropped (`reward` is of all)
     """
     ids = torch.unique(b.group_N)
     ranges = [(float(r.min()), float(r.max())) for r in (b.r_N[b.group_N == g] for g in ids)]
@@ -80,6 +81,8 @@ def groups(b: Minibatch, scored: Scored) -> dict[str, float]:
         "groups/dropped": float(scored.dropped_groups),
         "rows/dropped": float(scored.dropped_rows),
     }
+    if scored.dropped_rows and len(scored.row_K):
+        row["reward/kept"] = float(b.r_N[scored.row_K].float().mean())
     if low < high:
         row["groups/all_right"] = sum(lo == hi == high for lo, hi in ranges) / len(ranges)
         row["groups/all_wrong"] = sum(lo == hi == low for lo, hi in ranges) / len(ranges)

@@ -83,6 +83,7 @@ def test_groups_flat_high_flat_low_and_mixed() -> None:
         "groups/all_wrong": pytest.approx(1 / 3),
         "groups/dropped": 2.0,
         "rows/dropped": 4.0,
+        "reward/kept": 1.0,  # of rows 0 and 1
     }
     flat = replace(b, r_N=torch.ones(6))  # nobody can tell whether all ones are all right
     assert set(metrics.groups(flat, Scored(flat, torch.arange(0), 6, 3))) == {
