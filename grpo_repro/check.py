@@ -29,6 +29,7 @@ def _warnings(o: Objective, r: Rollout) -> Iterator[str]:
     ratio, clip, advantage = (knobs.traits(slot) for slot in (o.ratio, o.clip, o.advantage))
     aggregation, kl = knobs.traits(o.aggregation), knobs.traits(o.kl)
     sequence = "sequence_level" in ratio and "token_level" not in ratio
+    by_token = "token_advantage" in advantage or ("token_advantage_with_kl" in advantage and _beta(o.kl_in_reward) > 0)
     several = r.updates * r.minibatches > 1
     slots = ("ratio", "clip", "advantage", "aggregation", "kl", "kl_in_reward", "correction")
     name = {slot: base(getattr(o, slot)).__name__ for slot in slots}
@@ -49,7 +50,7 @@ def _warnings(o: Objective, r: Rollout) -> Iterator[str]:
         yield f"② clip {name['clip']} clips token ratios before their geometric mean; ① ratio {name['ratio']} has none: use token."
     if "geometric" in clip and "per_response" not in aggregation:
         yield f"② clip {name['clip']} is one number a response, so ④ {name['aggregation']} weighs it by length: use sequence_mean."
-    if "token_advantage" in advantage:
+    if by_token:
         if "by_sign" in aggregation:
             yield f"③ advantage {name['advantage']} differs within a response, but ④ {name['aggregation']} sorts responses by one sign."
         if sequence:
@@ -87,15 +88,31 @@ def _warnings(o: Objective, r: Rollout) -> Iterator[str]:
             f"① correction {name['correction']} weighs π_old against the sampler, but rollout.anchor makes them one: it is always 1; "
             "anchor the clip to the trainer."
         )
-    if corrects and not r.keep_support and (r.top_p < 1 or r.top_k > 0):
+    unsupported = not r.keep_support and (r.top_p < 1 or r.top_k > 0)
+    if unsupported and corrects:
         yield (
             f"① correction {name['correction']} with top-p or top-k: the sampler's log-probs are renormalised over what it kept and the "
             "trainer's are not, so every weight is off by the kept mass: set rollout.keep_support."
+        )
+    if unsupported and not corrects:
+        yield (
+            f"⑥ top-p or top-k without rollout.keep_support: tokens come from a part of the vocabulary, ① ratio {name['ratio']} and the "
+            "gradient are over all of it, and nothing in the loss shows that: set rollout.keep_support."
         )
     if "adaptive" in clip and "per_token" not in aggregation:
         yield f"② clip {name['clip']} adapts β to nats a token, but ④ {name['aggregation']} weighs tokens unequally: use token_mean."
     if "natural" in knobs.traits(o.step) and "bounding" in clip:
         yield f"② step {base(o.step).__name__} has a trust region of its own; clip {name['clip']} cuts its surrogate: use clip none."
+    if "natural" in knobs.traits(o.step) and several:
+        yield (
+            f"② step {base(o.step).__name__} measures its trust region from the rollout's π_old, so the first of "
+            f"{r.updates * r.minibatches} updates leaves little of it to the others: use one update."
+        )
+    if "natural" in knobs.traits(o.step) and "values" in knobs.needs(o.advantage):
+        yield (
+            f"③ advantage {name['advantage']} trains a critic, but ② step {base(o.step).__name__} moves its head with the rest, "
+            "so critic.lr is not used: use step gradient."
+        )
 
 
 def _beta(kl: Any) -> float:

@@ -50,6 +50,14 @@ SEVERAL = {"updates": 2}
         ({}, {"group_size": 1}, r"group_size 1 leaves ③ advantage group_zscore nothing to compare"),
         ({"correction": "truncate"}, {"anchor": "sampler"}, r"① correction truncate .* rollout.anchor makes them one"),
         ({"correction": "mask"}, {"top_p": 0.9, "keep_support": False}, r"① correction mask with top-p or top-k"),
+        ({}, {"top_p": 0.9, "keep_support": False}, r"⑥ top-p or top-k without rollout.keep_support: .* ① ratio token"),
+        (
+            {"advantage": "batch_zscore", "ratio": "sequence", "kl_in_reward": {"name": "k1", "beta": 0.1}},
+            {},
+            r"③ advantage batch_zscore differs by token, but ① ratio sequence",
+        ),
+        ({"step": "trpo"}, SEVERAL, r"② step trpo .* the first of 2 updates leaves little"),
+        ({"step": "trpo", "advantage": "gae"}, {}, r"③ advantage gae trains a critic, but ② step trpo .* critic.lr is not used"),
         ({"clip": "kl_penalty"}, {}, r"② clip kl_penalty adapts β to nats a token, but ④ sequence_mean"),
         ({"step": "trpo", "clip": "ppo"}, {}, r"② step trpo has a trust region of its own"),
     ],
@@ -74,6 +82,7 @@ def test_a_pair_that_is_not_what_it_looks_like(objective: dict[str, Any], rollou
         ({"correction": "truncate"}, {"top_p": 0.9}),
         ({"clip": "kl_penalty", "aggregation": "token_mean"}, SEVERAL),
         ({"step": "trpo"}, {}),
+        ({"advantage": "batch_zscore", "ratio": "sequence", "clip": "none"}, {}),
         ({"advantage": "gae", "ratio": "sequence_token", "aggregation": "sequence_mean"}, {}),
     ],
 )
