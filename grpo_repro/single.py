@@ -131,7 +131,7 @@ def _rows(run: Run, folder: RunFolder) -> Iterator[Row]:
         if first:
             bar.note(f"{run.name}: goes on at step {first}, from its last checkpoint.")
             bar.advance(run.name, first - 1, run.scale.steps)
-        dead = 0
+        dead = sum(row.get("groups/zero_variance") == 1.0 for row in (folder.rows() if first else []))
         for row in train.steps(learner, first):
             bar.advance(run.name, int(row["step"]), run.scale.steps)
             bar.say(text=headline(row))
