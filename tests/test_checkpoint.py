@@ -111,3 +111,25 @@ def test_a_run_stopped_between_checkpoints_goes_on_from_the_last_and_keeps_its_r
     assert timeless(resumed.rows()) == timeless(whole.rows())
     assert not resumed.checkpoints.exists()
     assert json.loads((resumed.path / "provenance.json").read_text())["finished"]
+
+
+def test_a_resumed_run_that_never_learned_anything_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six dead steps are six dead steps, also where the last two were made after a restart."""
+    from grpo_repro import single
+
+    monkeypatch.setenv("GRPO_REPRO_CACHE", str(tmp_path / "cache"))
+    dead = {"machine.checkpoint_every": 2, "objective.reward": {"name": "coin", "p": 0.0}}
+    run = parse_run(merged(BASE, dead), "test")
+    original = train.one_step
+
+    def dies(learner: Learner, step: int) -> dict[str, float]:
+        if step == 5:
+            raise KeyboardInterrupt
+        return original(learner, step)
+
+    monkeypatch.setattr(train, "one_step", dies)
+    with pytest.raises(KeyboardInterrupt):
+        single.train_one(run, tmp_path / "run")
+    monkeypatch.setattr(train, "one_step", original)
+    with pytest.raises(UserError, match="in none of the 6 steps did a group hold different rewards"):
+        single.train_one(run, tmp_path / "run")
