@@ -48,7 +48,8 @@ class Rollout(Strict):
     anchor: Literal["trainer", "sampler"] = Field(default="trainer", description="whose log-probs are π_old, the clip's anchor")
     extra: int = Field(default=0, ge=0, description="further samples for a prompt of which no response was right (ragged groups)")
     weights: dict[str, NonNegative] = Field(
-        default_factory=dict, description="difficulty level → weight of its prompts in the loss; 1 unless said"
+        default_factory=dict,
+        description="difficulty level → weight of its prompts in the loss (the denominators stay); 1 unless said",
     )
     chunk: int | None = Field(
         default=None,

@@ -41,10 +41,9 @@ class Totals:
 def responses(rollout: Rollout, judged: Judged) -> dict[str, float]:
     """Of the rollout as drawn.
 
-    reward, reward/std: mean and standard deviation over responses · accuracy: share the verifier accepts · accuracy/<level>: the same
-    a difficulty bucket · reward/<part>: mean of a weighted reward's
-    part, before its weight · note/<what>: mean of what the task observed · length, length/right, length/wrong: tokens a response, end token
-    included · truncated: share without an end token · tokens: generated in this step
+    reward, reward/std: mean and standard deviation over responses · reward/<part>: mean of a weighted reward's part, before its weight ·
+    accuracy: share the verifier accepts · accuracy/<level>: the same a difficulty bucket · note/<what>: mean of what the task observed ·
+    length, length/right, length/wrong: tokens a response, end token included · truncated: share without an end token · tokens: generated
     """
     length_N, right_N = rollout.length_N.float(), judged.correct_N > 0.5
     row: dict[str, float] = {

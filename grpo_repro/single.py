@@ -24,6 +24,8 @@ from grpo_repro.progress import Progress, quiet_libraries
 from grpo_repro.record import Row
 from grpo_repro.types import UserError
 
+MOSTLY_FLAT = 0.9  # share of groups without signal from which on the user is told, once
+
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -132,15 +134,16 @@ def _rows(run: Run, folder: RunFolder) -> Iterator[Row]:
             bar.note(f"{run.name}: goes on at step {first}, from its last checkpoint.")
             bar.advance(run.name, first - 1, run.scale.steps)
         dead = sum(row.get("groups/zero_variance") == 1.0 for row in (folder.rows() if first else []))
+        told = False
         for row in train.steps(learner, first):
             bar.advance(run.name, int(row["step"]), run.scale.steps)
             bar.say(text=headline(row))
-            if row.get("groups/zero_variance") == 1.0:
-                dead += 1
-                if dead == 1:
-                    bar.note(
-                        f"step {row['step']:.0f}: in every group all rewards are equal, so there is nothing to learn from it."
-                    )
+            flat = row.get("groups/zero_variance", 0.0)
+            dead += flat == 1.0
+            if flat >= MOSTLY_FLAT and not told:
+                told = True
+                share = "every group" if flat == 1.0 else f"{flat:.0%} of the groups"
+                bar.note(f"step {row['step']:.0f}: in {share} all rewards are equal, so there is nothing to learn from them.")
             yield row
             done, every = int(row["step"]) + 1, run.machine.checkpoint_every
             if every and done % every == 0 and done < run.scale.steps:

@@ -422,7 +422,7 @@ def test_s10_log_probs_shifted_by_one_are_no_small_correction() -> None:
     assert correction.mask(shifted, w_min=0.5, w_max=5.0).count_nonzero().item() == 0, "IcePop hides every token"
 
 
-def test_s03_a_correction_multiplies_what_the_clip_left_and_never_moves_the_clip() -> None:
+def test_a_correction_multiplies_what_the_clip_left_and_never_moves_the_clip() -> None:
     """The clip's anchor is `old`: w = 1 everywhere, π_old/μ = e: TIS at 2 doubles gain and gradient; nothing is clipped."""
     b = minibatch([0], [0], [[1, 1]], old_NT=[[-1.0, -1.0]], sampler_NT=[[-2.0, -2.0]], ref_NT=[[-2.0, -2.0]], advantage=[[1.0]])
     forward = now([[-1.0, -1.0]])
