@@ -5,11 +5,12 @@ results/runs/<name>/seed<k>/     config.yaml · provenance.json · metrics.jsonl
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Generator
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,15 +70,19 @@ class RunFolder:
     def clear(self) -> None:
         for name in ("metrics.jsonl", "config.yaml", "provenance.json"):
             (self.path / name).unlink(missing_ok=True)
-        for place in (self.policy, self.checkpoints):
+        for place in (self.policy, self.checkpoints, self.path / "tensorboard"):
             shutil.rmtree(place, ignore_errors=True)
 
     def rewind(self) -> None:
         """Forget the rows after the last checkpoint: a run that was stopped goes on from there."""
-        step, path = checkpoint.newest(self.checkpoints)[1], self.path / "metrics.jsonl"
-        if path.is_file():
-            lines = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) < step]
-            paths.write(path, "".join(line + "\n" for line in lines))
+        if (path := self.path / "metrics.jsonl").is_file():
+            paths.write(path, "".join(line + "\n" for line in self.before(checkpoint.newest(self.checkpoints)[1])))
+
+    def before(self, step: int) -> list[str]:
+        """The lines of metrics.jsonl that precede a step."""
+        path = self.path / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        return [line for line in lines if _step_of(line) < step]
 
     def rows(self) -> list[dict[str, float]]:
         lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -87,8 +92,8 @@ class RunFolder:
 def train_one(run: Run, out: Path | None = None, force: bool = False) -> tuple[RunFolder, bool]:
     """Train one run into its folder; (folder, False) where it was already there.
 
-    Raises UserError, and leaves the folder as it is, where it holds another run. A stopped run leaves its metrics and its last checkpoint,
-    and the same command goes on from there.
+    Raises UserError, and leaves the folder as it is, where it holds another run or where this one fails before its first step is made,
+    even when forced. A stopped run leaves its metrics and its last checkpoint, and the same command goes on from there.
     """
     folder = RunFolder.of(run, out)
     paths.writable(folder.path.parent)
@@ -96,27 +101,35 @@ def train_one(run: Run, out: Path | None = None, force: bool = False) -> tuple[R
         return folder, False
     with ExitStack() as stack:
         stack.enter_context(exclusive(paths.writable(folder.path)))
+        stack.callback(_drop_empty, folder.path)
         told = {"key": run.key(), "finished": False, **record.provenance()}
-        if force or not folder.provenance:
+        fresh = force or not folder.provenance
+        wanted, began = trackers.opened(run, folder.path), time.perf_counter()
+        rows = stack.enter_context(closing(_rows(run, folder, fresh)))
+        first = next(rows)  # most mistakes show here, while what the folder held is still untouched
+        if fresh:
             folder.clear()
         folder.rewind()
-        listeners = [stack.enter_context(t) for t in trackers.opened(run, folder.path)]
+        listeners = [stack.enter_context(t) for t in wanted]
         paths.write(folder.path / "config.yaml", yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False))
         paths.write(folder.path / "provenance.json", json.dumps(told, indent=1))
-        began = time.perf_counter()
         metrics = stack.enter_context((folder.path / "metrics.jsonl").open("a", encoding="utf-8"))
-        for row in _rows(run, folder):
-            metrics.write(json.dumps({k: record.kept(v) for k, v in row.items()}) + "\n")
-            metrics.flush()
-            for listener in listeners:
-                listener.log(row, int(row["step"]))
+        try:
+            for row in itertools.chain([first], rows):
+                metrics.write(json.dumps({k: record.kept(v) for k, v in row.items()}) + "\n")
+                metrics.flush()
+                for listener in listeners:
+                    listener.log(row, int(row["step"]))
+        except KeyboardInterrupt:
+            same = "the same command without --force" if force else "the same command"
+            raise KeyboardInterrupt(f"stopped; {same} goes on from step {checkpoint.newest(folder.checkpoints)[1]}") from None
         seconds = round(time.perf_counter() - began, 2)
         told |= {"finished": True, "seconds": seconds, "device": record.device(run.machine.device), "threads": _threads()}
         paths.write(folder.path / "provenance.json", json.dumps(told, indent=1))
     return folder, True
 
 
-def _rows(run: Run, folder: RunFolder) -> Iterator[Row]:
+def _rows(run: Run, folder: RunFolder, fresh: bool) -> Generator[Row, None, None]:
     from grpo_repro import policy as policies
     from grpo_repro import start, train
     from grpo_repro.learner import Learner
@@ -129,11 +142,11 @@ def _rows(run: Run, folder: RunFolder) -> Iterator[Row]:
         bar.say(text="loading the policy and its task")
         policy, task = start.load(run, paths.cache())
         learner = Learner.of(run, policy, task)
-        first = checkpoint.load(learner, folder.checkpoints)
+        first = 0 if fresh else checkpoint.load(learner, folder.checkpoints)
         if first:
             bar.note(f"{run.name}: goes on at step {first}, from its last checkpoint.")
             bar.advance(run.name, first - 1, run.scale.steps)
-        dead = sum(row.get("groups/zero_variance") == 1.0 for row in (folder.rows() if first else []))
+        dead = sum(json.loads(line).get("groups/zero_variance") == 1.0 for line in folder.before(first))
         told = False
         for row in train.steps(learner, first):
             bar.advance(run.name, int(row["step"]), run.scale.steps)
@@ -157,6 +170,11 @@ def _rows(run: Run, folder: RunFolder) -> Iterator[Row]:
         shutil.rmtree(folder.checkpoints, ignore_errors=True)
     finally:
         bar.close()
+
+
+def _drop_empty(path: Path) -> None:
+    with suppress(OSError):  # it holds something
+        path.rmdir()
 
 
 def _step_of(line: str) -> int:

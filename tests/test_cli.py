@@ -16,7 +16,7 @@ import runs
 import yaml
 from typer.testing import CliRunner, Result
 
-from grpo_repro import cli, grid, learner, paths, policy, record, start, train
+from grpo_repro import checkpoint, cli, grid, learner, paths, policy, record, start, train
 from grpo_repro.ablation import load_ablation
 from grpo_repro.types import NonFinite, UserError
 
@@ -131,7 +131,58 @@ def test_ctrl_c_in_a_run_is_one_line(grpo: Command, trained: list[Any], monkeypa
     monkeypatch.setattr(train, "steps", loop)
     result = grpo("run", "toy.yaml")
     assert result.exit_code == 130
-    assert result.stderr.strip() == "stopped"
+    assert result.stderr.strip() == "stopped; the same command goes on from step 0"
+
+
+@pytest.mark.parametrize("words", [["policy.name=/no/such"], ["machine.device=gpuu"], ["report_to=[trackio]"]])
+def test_a_run_that_cannot_start_touches_nothing_even_forced(
+    grpo: Command, trained: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str]
+) -> None:
+    folder = tmp_path / "results/runs/toy/seed0"
+    assert grpo("run", "toy.yaml").exit_code == 0
+    monkeypatch.undo()  # the real loader
+    monkeypatch.setenv("GRPO_REPRO_ROOT", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    before = {p: p.read_text() for p in folder.rglob("*") if p.is_file()}
+    refused(grpo("run", "toy.yaml", "--force", *words))
+    assert {p: p.read_text() for p in folder.rglob("*") if p.is_file()} == before
+    refused(grpo("run", "toy.yaml", "seed=1", *words))
+    assert not folder.with_name("seed1").exists()
+
+
+def test_an_error_in_the_first_step_keeps_what_force_would_replace(
+    grpo: Command, trained: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def loop(made: Any, first: int) -> Iterator[dict[str, float]]:
+        raise NonFinite("step 0: the loss is nan; look at ① ratio.")
+        yield {}
+
+    assert grpo("run", "toy.yaml").exit_code == 0
+    metrics = (tmp_path / "results/runs/toy/seed0/metrics.jsonl").read_text()
+    monkeypatch.setattr(train, "steps", loop)
+    refused(grpo("run", "toy.yaml", "--force"), "step 0: the loss is nan")
+    assert (tmp_path / "results/runs/toy/seed0/metrics.jsonl").read_text() == metrics
+    assert "already done" in grpo("run", "toy.yaml").stdout
+
+
+def test_a_dead_run_stays_dead_when_it_is_resumed(
+    grpo: Command, trained: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its last checkpoint is younger than its first steps, so the second attempt sees only the last of them."""
+    monkeypatch.setattr(checkpoint, "save", lambda made, step, folder: None)
+    monkeypatch.setattr(checkpoint, "load", lambda made, folder: 2 if trained else 0)
+    monkeypatch.setattr(checkpoint, "newest", lambda folder: (None, 2 if trained else 0))
+
+    def loop(made: Any, first: int) -> Iterator[dict[str, float]]:
+        yield from ({"step": step, "groups/zero_variance": 1.0} for step in range(first, 3))
+        yield {"step": 3}
+
+    monkeypatch.setattr(train, "steps", loop)
+    assert "in none of the 3 steps" in grpo("run", "toy.yaml").stderr
+    trained.append("a first attempt")
+    assert "in none of the 3 steps" in grpo("run", "toy.yaml").stderr
+    assert not (tmp_path / "results/runs/toy/seed0/policy").exists()
 
 
 @pytest.mark.parametrize(
