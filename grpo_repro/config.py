@@ -101,7 +101,7 @@ class Machine(Strict):
 
 class Run(Strict):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80)
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**62)  # what torch's generators take, with room for offsets
     policy: Policy = Policy()
     task: Any
     objective: dict[str, Any] = Field(default_factory=lambda: {"preset": "grpo"})
@@ -209,7 +209,8 @@ def load_yaml(path: Path) -> dict[str, Any]:
         at = f" at line {line + 1}" if line is not None else ""
         raise UserError(f"{path}: is not YAML{at}: {getattr(error, 'problem', 'it cannot be parsed')}.") from None
     if not isinstance(data, dict):
-        raise UserError(f"{path}: holds {type(data).__name__}, not a mapping of settings.")
+        found = "is empty" if data is None else f"holds a {type(data).__name__}"
+        raise UserError(f"{path}: {found}; give a mapping of settings, e.g. `task: short`.")
     return data
 
 

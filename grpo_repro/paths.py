@@ -40,14 +40,15 @@ def shown(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def writable(folder: Path) -> Path:
-    """Make the folder and prove that a file can be written in it, before hours are spent. Raises UserError."""
+def writable(folder: Path, setting: str = "GRPO_REPRO_RESULTS") -> Path:
+    """Make the folder and prove that a file can be written in it, before hours are spent. Raises UserError, naming the
+    environment variable that moves it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError as error:
-        raise UserError(f"{folder} cannot be written ({error.strerror}): set GRPO_REPRO_RESULTS to a folder that can.") from None
+        raise UserError(f"{folder} cannot be written ({error.strerror}): set {setting} to a folder that can.") from None
 
 
 def write(path: Path, text: str) -> None:

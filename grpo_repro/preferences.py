@@ -67,7 +67,7 @@ def prepare(task: str, seed: int, cache: Path, sizes: Sizes | None = None) -> Pa
     what = {"task": task, "seed": seed, "numerics": NUMERICS, **asdict(sizes)}
     key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
     folder = cache / "rewards" / f"{task}-s{seed}-{key}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    paths.writable(folder.parent, "GRPO_REPRO_CACHE")
     with FileLock(f"{folder}.lock"):
         if not (folder / "preferences.json").is_file():
             built = tasks.bound(task)(policies.tiny(pairs.SYMBOLS).encode_chat)

@@ -13,6 +13,8 @@ from pydantic import ConfigDict, ValidationError, create_model
 from grpo_repro.types import UserError
 
 Spec = str | dict[str, Any]
+MAPPING, LIST = "a mapping {key: value, …}", "a list […]"
+KINDS = {"model_type": MAPPING, "dict_type": MAPPING, "list_type": LIST, "tuple_type": LIST}  # pydantic's words → YAML's
 
 
 def public(module: Any) -> dict[str, Callable[..., Any]]:
@@ -73,6 +75,8 @@ def problem(error: ValidationError) -> str:
     where = ".".join(str(p) for p in first["loc"]) or "value"
     if first["type"] == "missing":
         return f"{where}: is missing and has no default; give it a value."
+    if first["type"] in KINDS:
+        return f"{where}: is {KINDS[first['type']]}, not {first['input']!r}."
     return f"{where}: {first['msg'][0].lower()}{first['msg'][1:]}, not {first['input']!r}."
 
 

@@ -50,6 +50,12 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise UserError(f"machine.device: {name!r} is not a device; valid: auto, cpu, cuda, cuda:0 …") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"machine.device: {name!r} is not supported; valid: auto, cpu, cuda, cuda:0 …")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"machine.device: {name!r} was asked for, but this machine has no CUDA device: use auto or cpu.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"machine.device: {name!r} was asked for, but this machine has {torch.cuda.device_count()}: count from cuda:0."
+        )
     return device

@@ -16,7 +16,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from grpo_repro import NUMERICS, policy
+from grpo_repro import NUMERICS, paths, policy
 from grpo_repro.policy import Policy
 from grpo_repro.tasks import Task, pairs
 from grpo_repro.types import UserError
@@ -38,7 +38,7 @@ def start(task: Task, kind: str, steps: int, seed: int, cache: Path, device: tor
     what = {"task": task.name, "kind": kind, "steps": steps, "seed": seed, "numerics": NUMERICS}
     key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
     folder = cache / "starts" / f"{task.name}-{kind}-s{seed}-{key}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    paths.writable(folder.parent, "GRPO_REPRO_CACHE")
     with FileLock(f"{folder}.lock"):  # two workers that need one start: the second waits and loads it
         if not (folder / "config.json").is_file():
             if kind == "warm":

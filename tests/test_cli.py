@@ -16,6 +16,7 @@ import runs
 import yaml
 from typer.testing import CliRunner, Result
 
+from grpo_repro import __main__ as entry
 from grpo_repro import checkpoint, cli, grid, learner, paths, policy, record, start, train
 from grpo_repro.ablation import load_ablation
 from grpo_repro.types import NonFinite, UserError
@@ -134,7 +135,9 @@ def test_ctrl_c_in_a_run_is_one_line(grpo: Command, trained: list[Any], monkeypa
     assert result.stderr.strip() == "stopped; the same command goes on from step 0"
 
 
-@pytest.mark.parametrize("words", [["policy.name=/no/such"], ["machine.device=gpuu"], ["report_to=[trackio]"]])
+@pytest.mark.parametrize(
+    "words", [["policy.name=/no/such"], ["machine.device=gpuu"], ["machine.device=meta"], ["report_to=[trackio]"]]
+)
 def test_a_run_that_cannot_start_touches_nothing_even_forced(
     grpo: Command, trained: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str]
 ) -> None:
@@ -149,6 +152,24 @@ def test_a_run_that_cannot_start_touches_nothing_even_forced(
     assert {p: p.read_text() for p in folder.rglob("*") if p.is_file()} == before
     refused(grpo("run", "toy.yaml", "seed=1", *words))
     assert not folder.with_name("seed1").exists()
+
+
+def test_a_cache_that_cannot_be_written_is_one_sentence(grpo: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    monkeypatch.setenv("GRPO_REPRO_CACHE", str(tmp_path / "taken"))
+    refused(grpo("run", "toy.yaml"), "cannot be written", "set GRPO_REPRO_CACHE")
+
+
+def test_ctrl_c_while_the_libraries_load_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "grpo_repro.cli")
+    monkeypatch.setattr("builtins.__import__", interrupted)
+    with pytest.raises(SystemExit) as stop:
+        entry.main()
+    assert stop.value.code == 130
+    assert capsys.readouterr().err.strip() == "stopped"
 
 
 def test_an_error_in_the_first_step_keeps_what_force_would_replace(
@@ -202,6 +223,9 @@ def test_a_dead_run_stays_dead_when_it_is_resumed(
         (["toy.yaml", "rollout.minibatches=99"], ["minibatches (99)"]),
         (["toy.yaml", "name=../up"], ["name"]),
         (["toy.yaml", "report_to=[wandbb]"], ["report_to"]),
+        (["toy.yaml", "report_to=wandb"], ["report_to: is a list […], not 'wandb'"]),
+        (["toy.yaml", "policy=tiny"], ["policy: is a mapping {key: value, …}, not 'tiny'"]),
+        (["toy.yaml", f"seed={2**62}"], ["seed", "less than"]),
     ],
 )
 def test_a_mistake_in_a_config_is_one_sentence(grpo: Command, trained: list[Any], words: list[str], said: list[str]) -> None:

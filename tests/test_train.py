@@ -254,6 +254,7 @@ def test_any_causal_model_by_path_runs_through_the_same_loop(tmp_path: Path) -> 
         ({"task": "chain_sum"}, "cannot be written in the vocabulary of 'tiny': choose another model or another task"),
         ({"policy": {"name": "no/such/folder"}}, "no/such/folder"),
         ({"machine": {"device": "warp"}}, "machine.device: 'warp' is not a device"),
+        ({"machine": {"device": "meta"}}, "machine.device: 'meta' is not supported; valid: auto, cpu"),
         ({"rollout__limit": 100}, "context"),
     ],
 )
