@@ -16,7 +16,7 @@ from grpo_repro.logprobs import WHOLE_VOCABULARY
 from grpo_repro.objective import Objective
 from grpo_repro.policy import Policy
 from grpo_repro.rollout import Births
-from grpo_repro.spec import base
+from grpo_repro.spec import base, nearest
 from grpo_repro.tasks import Task
 from grpo_repro.types import Rollout, UserError
 
@@ -38,6 +38,11 @@ class Learner:
 
     @classmethod
     def of(cls, run: Run, policy: Policy, task: Task) -> Learner:
+        """Raises UserError for a weight of a difficulty level that no prompt has."""
+        levels = sorted({prompt.level for prompt in task.train})
+        if unknown := [level for level in run.rollout.weights if level not in levels]:
+            hint = f"{nearest(unknown[0], levels)}; the task's levels: {', '.join(levels)}."
+            raise UserError(f"rollout.weights: no prompt has the level {unknown[0]!r}{hint}")
         objective = run.built()
         _whole(objective, policy)
         watched = "ref" in objective.needs or run.scale.monitor

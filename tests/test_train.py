@@ -256,6 +256,7 @@ def test_any_causal_model_by_path_runs_through_the_same_loop(tmp_path: Path) -> 
         ({"machine": {"device": "warp"}}, "machine.device: 'warp' is not a device"),
         ({"machine": {"device": "meta"}}, "machine.device: 'meta' is not supported; valid: auto, cpu"),
         ({"rollout__limit": 100}, "context"),
+        ({"rollout__weights": {"hrad": 2.0}}, "no prompt has the level 'hrad' .did you mean 'hard'"),
     ],
 )
 def test_what_cannot_start_says_why(changes: dict[str, Any], sentence: str) -> None:
