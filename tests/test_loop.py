@@ -280,7 +280,9 @@ def test_the_natural_step_on_a_softmax_is_the_exact_one() -> None:
     damped = torch.diag(p) - torch.outer(p, p) + damping * torch.eye(3, dtype=torch.float64)
     x = torch.linalg.solve(damped, g)
     expected = (2 * delta / (x @ damped @ x)) ** 0.5 * x
-    told = trpo(lambda: float(minus_j().detach()), divergence, [theta], torch.optim.SGD([theta], lr=1.0), max_kl=delta, damping=damping)
+    told = trpo(
+        lambda: float(minus_j().detach()), divergence, [theta], torch.optim.SGD([theta], lr=1.0), max_kl=delta, damping=damping
+    )
     assert told["trpo/accepted"] == 1.0
     assert told["trpo/halvings"] == 0.0
     assert torch.allclose(theta.detach() - start_, expected, atol=1e-9)
