@@ -200,7 +200,7 @@ def _change(text: str) -> tuple[str, Any]:
     if not equals or not key.strip():
         raise UserError(f"{text!r} is not a change: write KEY=VALUE, e.g. scale.steps=5.")
     try:
-        return key.strip(), strict_yaml.load(value)
+        return key.strip(), strict_yaml.parse(value)
     except yaml.YAMLError:
         raise UserError(f"{key}: {value!r} is not a YAML value.") from None
 

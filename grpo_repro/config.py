@@ -201,7 +201,7 @@ def parse_run(data: Mapping[str, Any], where: str) -> Run:
 def load_yaml(path: Path) -> dict[str, Any]:
     """A YAML mapping from a file. Raises UserError where there is no file, no YAML, or no mapping."""
     try:
-        data = strict_yaml.load(path.read_text(encoding="utf-8"))
+        data = strict_yaml.parse(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error.__class__.__name__}): give the path of a YAML file.") from None
     except yaml.YAMLError as error:

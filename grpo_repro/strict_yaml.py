@@ -29,7 +29,7 @@ _Loader.add_implicit_resolver(
 )
 
 
-def load(text: str) -> Any:
+def parse(text: str) -> Any:
     """The content of a YAML document. Raises yaml.YAMLError."""
     loader = _Loader(text)  # a SafeLoader: it makes plain data only
     try:

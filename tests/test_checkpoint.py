@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_repro import checkpoint, start, train
-from grpo_repro.config import merged, parse_run
+from grpo_repro import checkpoint, single, start, train
+from grpo_repro.config import Run, merged, parse_run
 from grpo_repro.learner import Learner
 from grpo_repro.types import UserError
 
@@ -85,14 +85,8 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         checkpoint.save(learner_of({}), 1, tmp_path / "taken")
 
 
-def test_a_run_stopped_between_checkpoints_goes_on_from_the_last_and_keeps_its_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from grpo_repro import single
-
-    monkeypatch.setenv("GRPO_REPRO_CACHE", str(tmp_path / "cache"))
-    run = parse_run(merged(BASE, {"machine.checkpoint_every": 2}), "test")
-    whole, _ = single.train_one(run, tmp_path / "whole")
+def stopped_at_step_5(run: Run, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is interrupted in its sixth step."""
     original = train.one_step
 
     def dies(learner: Learner, step: int) -> dict[str, float]:
@@ -100,12 +94,21 @@ def test_a_run_stopped_between_checkpoints_goes_on_from_the_last_and_keeps_its_r
             raise KeyboardInterrupt
         return original(learner, step)
 
-    monkeypatch.setattr(train, "one_step", dies)
-    with pytest.raises(KeyboardInterrupt):
-        single.train_one(run, tmp_path / "stopped")
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "one_step", dies)
+        with pytest.raises(KeyboardInterrupt):
+            single.train_one(run, out)
+
+
+def test_a_run_stopped_between_checkpoints_goes_on_from_the_last_and_keeps_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRPO_REPRO_CACHE", str(tmp_path / "cache"))
+    run = parse_run(merged(BASE, {"machine.checkpoint_every": 2}), "test")
+    whole, _ = single.train_one(run, tmp_path / "whole")
+    stopped_at_step_5(run, tmp_path / "stopped", monkeypatch)
     with (tmp_path / "stopped" / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 5, "rew')  # a line that was cut short
-    monkeypatch.setattr(train, "one_step", original)
     resumed, trained = single.train_one(run, tmp_path / "stopped")
     assert trained
     assert timeless(resumed.rows()) == timeless(whole.rows())
@@ -115,21 +118,9 @@ def test_a_run_stopped_between_checkpoints_goes_on_from_the_last_and_keeps_its_r
 
 def test_a_resumed_run_that_never_learned_anything_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Six dead steps are six dead steps, also where the last two were made after a restart."""
-    from grpo_repro import single
-
     monkeypatch.setenv("GRPO_REPRO_CACHE", str(tmp_path / "cache"))
     dead = {"machine.checkpoint_every": 2, "objective.reward": {"name": "coin", "p": 0.0}}
     run = parse_run(merged(BASE, dead), "test")
-    original = train.one_step
-
-    def dies(learner: Learner, step: int) -> dict[str, float]:
-        if step == 5:
-            raise KeyboardInterrupt
-        return original(learner, step)
-
-    monkeypatch.setattr(train, "one_step", dies)
-    with pytest.raises(KeyboardInterrupt):
-        single.train_one(run, tmp_path / "run")
-    monkeypatch.setattr(train, "one_step", original)
+    stopped_at_step_5(run, tmp_path / "run", monkeypatch)
     with pytest.raises(UserError, match="in none of the 6 steps did a group hold different rewards"):
         single.train_one(run, tmp_path / "run")

@@ -25,7 +25,7 @@ def parsed(**changes: Any) -> config.Run:
 
 def test_yaml_has_no_surprises() -> None:
     text = "{lr: 1e-4, tiny: -2E5, half: .5, off: 1, null: 2, 0.28: 3, 7: 4, text: 1e, flag: true, none: null, when: 1_0}"
-    assert strict_yaml.load(text) == {
+    assert strict_yaml.parse(text) == {
         "lr": 1e-4,
         "tiny": -2e5,
         "half": 0.5,
@@ -38,13 +38,13 @@ def test_yaml_has_no_surprises() -> None:
         "none": None,
         "when": 10,
     }
-    assert strict_yaml.load("a: &x {b: 1}\nc: {<<: *x, d: 2}") == {"a": {"b": 1}, "c": {"b": 1, "d": 2}}
+    assert strict_yaml.parse("a: &x {b: 1}\nc: {<<: *x, d: 2}") == {"a": {"b": 1}, "c": {"b": 1, "d": 2}}
 
 
 @pytest.mark.parametrize("text", ["{a: 1, a: 2}", "{? [a] : 1}", "!!python/object/apply:os.system [echo]", "{a: 1"])
 def test_yaml_that_is_refused(text: str) -> None:
     with pytest.raises(yaml.YAMLError):
-        strict_yaml.load(text)
+        strict_yaml.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_every_variant_survives_the_way_to_yaml_and_back(slot: str) -> None:
         given = {"pattern": "x", "note": "rare", "model": "preferences", "parts": [{"reward": "exact_match", "weight": 1.0}]}
         must = {p: given.get(p, 0.5) for p, a in spec.parameters(function).items() if a.default is a.empty}
         bound = knobs.resolve(slot, {"name": name, **must})
-        again = knobs.resolve(slot, strict_yaml.load(yaml.safe_dump(spec.unbind(bound))))
+        again = knobs.resolve(slot, strict_yaml.parse(yaml.safe_dump(spec.unbind(bound))))
         assert spec.unbind(again) == spec.unbind(bound)
         assert spec.base(again) is function
 

@@ -54,7 +54,7 @@ def test_every_part_is_the_preset_s_own(name: str) -> None:
         assert module == knobs.SLOTS[slot][0].__name__.rpartition(".")[2]
         assert function == (has["name"] if isinstance(has, dict) else has)
         values = {k: v for k, v in has.items() if k != "name"} if isinstance(has, dict) else {}
-        assert {k: strict_yaml.load(v) for k, v in OURS.findall(row[4])} == values
+        assert {k: strict_yaml.parse(v) for k, v in OURS.findall(row[4])} == values
     assert {slot for slot in spec if spec[slot] != PLAIN[slot]} <= set(told)
 
 
@@ -64,7 +64,7 @@ def test_numbers_of_the_loop_are_the_defaults(name: str) -> None:
         if row[1] == "YAML":
             ((path, value),) = OURS.findall(row[4])
             part, _, field = path.partition(".")
-            assert getattr(LOOP[part], field) == strict_yaml.load(value), row
+            assert getattr(LOOP[part], field) == strict_yaml.parse(value), row
 
 
 def test_every_function_named_exists() -> None:
