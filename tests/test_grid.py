@@ -157,7 +157,13 @@ def test_ctrl_c_stops_cleanly_and_the_same_command_resumes(toy: Ablation, tmp_pa
     script.write_text(DRIVER.format(tests=str(Path(__file__).parent)))
     env = os.environ | {"PYTHONPATH": str(Path(grid.__file__).parents[1])}
     with subprocess.Popen(
-        [sys.executable, str(script)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, str(script)],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background shell has its children ignore Ctrl-C
     ) as process:
         while len(trained()) < 2 and process.poll() is None:
             time.sleep(0.05)

@@ -106,7 +106,7 @@ def dapo(x: Batch) -> Number:  # 2503.14476; L_cache/L_max = 4096/20480
 
 
 def cispo(x: Batch) -> Number:  # 2506.13585
-    return token_mean(x, lambda i, t: min(float(w(x, i, t)), 1.28) * zscore(x, i) * x.logp[i][t])
+    return token_mean(x, lambda i, t: min(float(torch.as_tensor(w(x, i, t)).detach()), 1.28) * zscore(x, i) * x.logp[i][t])
 
 
 def rloo(x: Batch) -> Number:  # 2402.14740, Sec. 3: R − β log π/π_ref of the whole response, against the others' mean
