@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from grpo_repro import reward_model, verify
+from grpo_repro import verify
 from grpo_repro.spec import base, bind, public
 from grpo_repro.types import Finite, Positive, Prompt, Response, UserError
 
@@ -152,6 +152,8 @@ def weighted(prompt: Prompt, response: Response, *, parts: Annotated[list[dict[s
 
 
 def _learned_batch(prompts: Sequence[Prompt], responses: Sequence[Response], *, model: str) -> list[float]:
+    from grpo_repro import reward_model  # brings transformers: seconds that a command without a model need not wait
+
     return reward_model.score(reward_model.load(model), prompts, [r.text for r in responses])
 
 
