@@ -63,11 +63,11 @@ def divergence_from(logp_NTV: Tensor, model: PreTrainedModel, part: Rollout, tem
     return exact_kl(logp_NTV[:, : logq_NTV.shape[1]], logq_NTV, part.mask_NT).sum()
 
 
-def kl_between(of: Measured, to: Measured) -> Tensor | None:
-    """Exact KL(of‖to) a token, where the distributions were kept."""
+def kl_between(of: Measured, to: Measured, mask_NT: Tensor) -> Tensor | None:
+    """Exact KL(of‖to) a token, where the distributions were kept; 0 at masked positions."""
     if of.logq_NTV is None or to.logq_NTV is None:
         return None
-    return (of.logq_NTV.exp() * (of.logq_NTV - to.logq_NTV)).sum(-1)
+    return exact_kl(of.logq_NTV, to.logq_NTV, mask_NT)
 
 
 def exam(policy: Policy, task: Task, run: Run) -> dict[str, float]:

@@ -72,13 +72,13 @@ def one_step(learner: Learner, step: int) -> Row:
     row |= metrics.entropy(old.entropy_NT, rollout.mask_NT, judged.positions) | metrics.finish(totals, made)
     row["sampler/difference"] = float((old.logp_NT - rollout.sampler_NT).abs()[rollout.mask_NT].mean())
     if ref is not None:
-        row |= metrics.moved("ref", ref.logp_NT, old.logp_NT, rollout.mask_NT, kl_between(old, ref))
+        row |= metrics.moved("ref", ref.logp_NT, old.logp_NT, rollout.mask_NT, kl_between(old, ref, rollout.mask_NT))
     if learner.critic is not None:
         row |= explained_variance(scored.b.value_NT, scored.b.target_NT, scored.b.mask_NT)
     if run.scale.monitor or learner.states:
         with clock("measure"):
             new = measure(model, rollout, run, policy.vocab)
-        row |= metrics.moved("old", new.logp_NT, old.logp_NT, rollout.mask_NT, kl_between(old, new))
+        row |= metrics.moved("old", new.logp_NT, old.logp_NT, rollout.mask_NT, kl_between(old, new, rollout.mask_NT))
         row |= {"update/norm": metrics.distance(before, model.parameters())} if before else {}
     learner.states = adaptive.updated(learner.objective, learner.states, row)
     row |= {f"state/{slot}/{name}": value for slot, state in learner.states.items() for name, value in state.items()}
