@@ -74,7 +74,7 @@ def pairs(name: str, repeats: int) -> dict[str, Any]:
     def update(of: Callable[..., Any]) -> float:
         policy.model.zero_grad(set_to_none=True)
         began = time.perf_counter()
-        for rows_K in micro_batches(rollout, run.machine.token_budget):
+        for rows_K in micro_batches(policy.model, rollout, run.machine.token_budget):
             part = trim(rollout.rows(rows_K))
             micro = narrowed(b.rows(rows_K), part.response_NT.shape[1])
             of(ALL_ON, forward(policy.model, part, 1.0), micro, norm)[0].backward()

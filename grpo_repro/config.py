@@ -31,7 +31,11 @@ class Policy(Strict):
     name: str = Field(default="tiny", description="tiny, smollm2, or any Hugging Face causal LM by path or hub name")
     start: Literal["warm", "peaked", "scratch"] = Field(default="warm", description="tiny only: which supervised start")
     warm_steps: int = Field(default=350, ge=0, description="tiny only: optimiser steps of the supervised warm start")
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="of the weights")
+    compute: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="of the operands of matrix products on fp32 weights; bfloat16 pays where the hardware has it",
+    )
     trust_remote_code: bool = Field(default=False, description="run code that a model's repository ships: only if you trust it")
 
 
@@ -190,6 +194,9 @@ def parse_run(data: Mapping[str, Any], where: str) -> Run:
     modes = [m for m, on in (("chunk", run.rollout.chunk), ("extra", run.rollout.extra), ("dynamic sampling", resamples)) if on]
     if len(modes) > 1:
         raise UserError(f"{where}: rollout.{modes[0]} does not go together with {modes[1]}: choose one of them.")
+    if "natural" in knobs.traits(objective.step) and run.policy.compute != "float32":
+        name = knobs.base(objective.step).__name__
+        raise UserError(f"{where}: objective.step {name} differentiates twice, in fp32: set policy.compute to float32.")
     if run.rollout.minibatches > run.rollout.prompts:
         raise UserError(
             f"{where}: rollout.minibatches ({run.rollout.minibatches}) is more than rollout.prompts ({run.rollout.prompts}), "

@@ -6,7 +6,7 @@ follows the chunk and not the tokens. Masked positions are exactly 0 in value an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from grpo_repro import layers, packed
 from grpo_repro.types import ABSENT, Forward, Rollout, UserError
 
 LOWEST = -1e4  # log-prob of a token outside the support: its probability is exactly 0 in fp64 too
 WHOLE_VOCABULARY = 1024  # up to this many symbols a rollout's distributions are kept whole, and KL is exact
+KEPT_BYTES = 128 * 2**20  # of softmax that waits for the backward pass, over a large vocabulary
 SMALL_VOCABULARY = 4096  # up to here all logits are kept for the backward pass: faster, and twice differentiable
 # Their logits are lm_head(hidden), nothing more. Others (soft caps, logit scales) go through their own forward.
 PLAIN_HEADS = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "gpt2", "olmo2", "phi3")
@@ -32,7 +34,7 @@ def forward(
     entropy: bool = False,
     exact_ref: Tensor | None = None,
     value_head: Callable[[Tensor], Tensor] | None = None,
-    chunk: int = 1024,
+    chunk: int = 256,
 ) -> Forward:
     """log π(token | prefix) of every response token, [N, T] fp32 with gradient, 0 outside the mask.
 
@@ -58,7 +60,8 @@ def forward(
     hidden_MD = _hidden(model, r) if plain else ABSENT
     value_NT = ABSENT if value_head is None else place(value_head(hidden_MD))
     if plain and head.weight.shape[0] > SMALL_VOCABULARY and exact_ref is None and r.support_NTV is None:
-        logp_M, entropy_M = _ChunkedHead.apply(hidden_MD, head.weight, head.bias, token_M, temperature or 1.0, chunk, entropy)
+        how = temperature or 1.0, chunk, entropy, layers.compute_dtype(model)
+        logp_M, entropy_M = _ChunkedHead.apply(hidden_MD, head.weight, head.bias, token_M, *how)
         return Forward(place(logp_M), place(entropy_M) if entropy else ABSENT, value_NT=value_NT)
     logp_MV = _log_softmax(_logits(model, r, hidden_MD), r, temperature)
     logp_NT = place(logp_MV.gather(-1, token_M[:, None])[:, 0])
@@ -91,7 +94,12 @@ def logprobs_from_logits(logits_NTV: Tensor, token_NT: Tensor, mask_NT: Tensor, 
     return torch.log_softmax(scaled_NTV, -1).gather(-1, token_NT1)[..., 0].masked_fill(~mask_NT, 0.0)
 
 
-def micro_batches(lengths: Rollout | Tensor, token_budget: int) -> list[Tensor]:
+def micro_batches(model: PreTrainedModel, rollout: Rollout, token_budget: int) -> list[Tensor]:
+    """Row indices of micro-batches of at most token_budget tokens, as the model computes them: packed, or padded."""
+    return packed.batches(rollout, token_budget) if packed.supports(model) else padded_batches(rollout, token_budget)
+
+
+def padded_batches(lengths: Rollout | Tensor, token_budget: int) -> list[Tensor]:
     """Row indices of micro-batches, each with rows × padded width ≤ token_budget, rows of similar length together.
 
     `lengths` is a Rollout (the width is then the longest prompt plus the longest response of the micro-batch) or total lengths
@@ -121,7 +129,7 @@ def trim(rollout: Rollout) -> Rollout:
     if len(rollout.length_N) == 0:
         return rollout
     P, T = int(rollout.prompt_length_N.max()), int(rollout.length_N.max())
-    at_tokens = ("response_NT", "mask_NT", "sampler_NT", "support_NTV")
+    at_tokens = ("response_NT", "mask_NT", "sampler_NT", "entropy_NT", "support_NTV")
     cut = {name: getattr(rollout, name)[:, :T] for name in at_tokens if getattr(rollout, name) is not None}
     return replace(rollout, prompt_NP=rollout.prompt_NP[:, rollout.prompt_NP.shape[1] - P :], **cut)
 
@@ -142,6 +150,8 @@ def _inputs(r: Rollout) -> dict[str, Any]:
 
 def _hidden(model: PreTrainedModel, r: Rollout) -> Tensor:
     """The states that predict live tokens, [M, D]: the state at slot P − 1 + t predicts response token t."""
+    if packed.supports(model):
+        return packed.hidden(model, r)
     P, T = r.prompt_NP.shape[1], r.response_NT.shape[1]
     states_NSD = model.base_model(**_inputs(r)).last_hidden_state
     return states_NSD[:, P - 1 : P + T - 1][r.mask_NT]
@@ -179,54 +189,84 @@ def _entropy(logp_V: Tensor) -> Tensor:
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """log softmax(x Wᵀ + b)/T at given tokens, in chunks of rows; the backward pass computes the logits again.
+    """log softmax(x Wᵀ + b)/T at given tokens, a chunk of rows at a time, the products' operands in `dtype`.
 
-    ∂logp/∂logits = (onehot − softmax)/T. Once differentiable. The products run in the model's (or autocast's) dtype.
+    ∂logp/∂logits = (onehot − softmax)/T. The softmax of the first KEPT_BYTES' worth of rows is kept for the backward pass, which
+    computes that of the others again: small batches pay one pass, large ones a bounded memory. Once differentiable.
     """
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x_MD: Tensor, W_VD: Tensor, b_V: Tensor | None, token_M: Tensor, temperature: float, chunk: int, entropy: bool
+        ctx: Any,
+        x_MD: Tensor,
+        W_VD: Tensor,
+        b_V: Tensor | None,
+        token_M: Tensor,
+        temperature: float,
+        chunk: int,
+        entropy: bool,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        device = x_MD.device.type
-        ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_MD.dtype
-        ctx.temperature, ctx.chunk, ctx.device = temperature, chunk, device
-        ctx.save_for_backward(x_MD, W_VD, b_V, token_M)
+        ctx.temperature, ctx.chunk, ctx.dtype = temperature, chunk, dtype
+        W, b = W_VD.to(dtype), None if b_V is None else b_V.to(dtype)
+        kept = min(len(x_MD), KEPT_BYTES // (len(W) * W.itemsize)) if any(ctx.needs_input_grad) else 0
+        softmax_KV = W.new_empty(kept, len(W))
         logp_M = x_MD.new_empty(len(x_MD), dtype=torch.promote_types(x_MD.dtype, torch.float32))
         entropy_M = torch.zeros_like(logp_M)
-        W, b = W_VD.to(ctx.dtype), None if b_V is None else b_V.to(ctx.dtype)
-        with torch.autocast(device, enabled=False):
-            for rows in (slice(i, i + chunk) for i in range(0, len(x_MD), chunk)):
-                logp_KV = torch.log_softmax(_upcast(F.linear(x_MD[rows].to(ctx.dtype), W, b)) / temperature, -1)
-                logp_M[rows] = logp_KV.gather(-1, token_M[rows, None])[:, 0]
-                if entropy:
-                    entropy_M[rows] = _entropy(logp_KV)
+        for rows in _chunks(0, len(x_MD), chunk):
+            z_RV = _scaled(layers.product(x_MD[rows].to(dtype), W, b), temperature)
+            p_RV = torch.softmax(z_RV, -1)
+            largest_R, at_R = p_RV.max(-1)
+            total_R = z_RV.gather(-1, at_R[:, None])[:, 0] - largest_R.log()  # log Σ exp z
+            logp_M[rows] = z_RV.gather(-1, token_M[rows, None])[:, 0] - total_R
+            if entropy:
+                entropy_M[rows] = total_R - torch.linalg.vecdot(p_RV, z_RV.clamp(min=torch.finfo(z_RV.dtype).min))
+            if rows.start < kept:
+                softmax_KV[rows] = p_RV[: kept - rows.start]
+        ctx.save_for_backward(x_MD, W_VD, b_V, token_M, logp_M)
+        ctx.softmax_KV = softmax_KV
         ctx.mark_non_differentiable(entropy_M)
         return logp_M, entropy_M
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_M: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x_MD, W_VD, b_V, token_M = ctx.saved_tensors
+        x_MD, W_VD, b_V, token_M, logp_M = ctx.saved_tensors
         want_x, want_W, want_b = ctx.needs_input_grad[:3]
         W, b = W_VD.to(ctx.dtype), None if b_V is None else b_V.to(ctx.dtype)
         dx_MD = torch.zeros_like(x_MD) if want_x else None
         wide = torch.promote_types(W_VD.dtype, torch.float32)  # sums over chunks must not round to bf16
         dW_VD = torch.zeros_like(W_VD, dtype=wide) if want_W else None
         db_V = torch.zeros_like(b_V, dtype=wide) if want_b else None
-        with torch.autocast(ctx.device, enabled=False):
-            for rows in (slice(i, i + ctx.chunk) for i in range(0, len(x_MD), ctx.chunk)):
-                x_KD = x_MD[rows].to(ctx.dtype)
-                g_KV = torch.softmax(_upcast(F.linear(x_KD, W, b)) / ctx.temperature, -1).neg_()
-                g_KV.scatter_add_(-1, token_M[rows, None], torch.ones_like(g_KV[:, :1]))
-                g_KV *= grad_M[rows, None] / ctx.temperature
-                if db_V is not None:
-                    db_V += g_KV.sum(0)
-                g_KV = g_KV.to(ctx.dtype)
-                if dx_MD is not None:
-                    dx_MD[rows] = (g_KV @ W).to(x_MD.dtype)
-                if dW_VD is not None:
-                    dW_VD += g_KV.t() @ x_KD
+        softmax_KV, ctx.softmax_KV = ctx.softmax_KV, None
+        kept = len(softmax_KV)
+        for rows in (*_chunks(0, kept, kept or 1), *_chunks(kept, len(x_MD), ctx.chunk)):
+            x_RD = x_MD[rows].to(ctx.dtype)
+            if rows.stop <= kept:
+                g_RV = softmax_KV
+            else:
+                g_RV = torch.softmax(_scaled(layers.product(x_RD, W, b), ctx.temperature), -1)
+            scale_R = grad_M[rows] / ctx.temperature
+            g_RV *= -scale_R[:, None]
+            own_R = (1.0 - logp_M[rows].exp()) * scale_R  # 1 − p of the drawn token, not lost where p rounds to 1
+            g_RV.scatter_(-1, token_M[rows, None], own_R[:, None].to(g_RV.dtype))
+            if db_V is not None:
+                db_V += g_RV.sum(0, dtype=wide)
+            g_RV = g_RV.to(ctx.dtype)
+            if dx_MD is not None:
+                dx_MD[rows] = layers.matmul(g_RV, W).to(x_MD.dtype)
+            if dW_VD is not None:
+                dW_VD += layers.matmul(g_RV.t(), x_RD)
         dW = None if dW_VD is None else dW_VD.to(W_VD.dtype)
         db = None if db_V is None else db_V.to(b_V.dtype)
-        return dx_MD, dW, db, None, None, None, None
+        return dx_MD, dW, db, None, None, None, None, None
+
+
+def _chunks(first: int, end: int, size: int) -> Iterator[slice]:
+    return (slice(i, min(i + size, end)) for i in range(first, end, size))
+
+
+def _scaled(logits_RV: Tensor, temperature: float) -> Tensor:
+    """In fp32 or better, at the temperature; in place where it is a copy already."""
+    wide_RV = _upcast(logits_RV)
+    return wide_RV if temperature == 1.0 else wide_RV / temperature

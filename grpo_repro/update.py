@@ -34,7 +34,7 @@ class Work:
     ref_NTV: Tensor
 
     def slices(self) -> Iterator[tuple[Tensor, Rollout, Minibatch]]:
-        for rows_K in micro_batches(self.rollout, self.learner.run.machine.token_budget):
+        for rows_K in micro_batches(self.learner.policy.model, self.rollout, self.learner.run.machine.token_budget):
             part = trim(self.rollout.rows(rows_K))
             yield rows_K, part, narrowed(self.b.rows(rows_K), part.response_NT.shape[1])
 

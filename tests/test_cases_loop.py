@@ -192,7 +192,7 @@ def test_k10_the_reference_is_scored_as_the_policy_is(how: dict[str, Any]) -> No
 def test_s01_the_recorded_log_prob_is_at_the_temperature() -> None:
     """trl#4159: logits (2, 1, 0), T = .6: −.202573 on both sides, ratio 1; the raw −.407606 would make it 1.2276."""
     logits_V = torch.tensor([2.0, 1.0, 0.0])
-    token_N, sampler_N = draw(logits_V[None], torch.zeros(1, dtype=torch.float64), 0.6)
+    token_N, sampler_N, _ = draw(logits_V[None], torch.zeros(1, dtype=torch.float64), 0.6)
     assert token_N.item() == 0
     trainer_NT = logprobs_from_logits(logits_V[None, None], token_N[None], torch.ones(1, 1, dtype=torch.bool), 0.6)
     assert sampler_N.item() == pytest.approx(-0.202573, abs=1e-6)
@@ -205,7 +205,7 @@ def test_s02_the_trainer_renormalises_over_what_the_sampler_kept() -> None:
     p_V = torch.tensor([0.5, 0.3, 0.15, 0.05])
     kept_V = restrict(p_V.log()[None], 1.0, 0.8, 0)[0]
     assert torch.isfinite(kept_V).tolist() == [True, True, False, False]
-    token_N, logp_N = draw(kept_V[None], torch.zeros(1, dtype=torch.float64), 1.0)
+    token_N, logp_N, _ = draw(kept_V[None], torch.zeros(1, dtype=torch.float64), 1.0)
     assert token_N.item() == 0
     assert logp_N.item() == pytest.approx(-0.470004, abs=1e-6)
 

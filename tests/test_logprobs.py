@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from grpo_repro import logprobs
-from grpo_repro.logprobs import exact_kl, forward, log_distributions, logprobs_from_logits, micro_batches, trim
+from grpo_repro import layers, logprobs
+from grpo_repro.logprobs import exact_kl, forward, log_distributions, logprobs_from_logits, padded_batches, trim
 from grpo_repro.policy import tiny
 from grpo_repro.rollout import sample
 from grpo_repro.types import Rollout
@@ -25,7 +25,7 @@ def ragged(name: str, dtype=torch.float32, temperature=0.8, seed=0) -> tuple[tor
     policy = models.random_policy(name)
     r = sample(policy, models.prompts(3, 7, 1), 4, limit=9, temperature=temperature, seed=seed, step=0)
     assert temperature == 0 or len(set(r.length_N.tolist())) > 2  # ragged, or little is tested
-    return policy.model.to(dtype), r
+    return layers.swap(policy.model.to(dtype), dtype), r  # in fp64 transformers' own norms round to fp32
 
 
 def weights_of(r: Rollout) -> torch.Tensor:
@@ -268,29 +268,29 @@ def test_bf16_logits_are_upcast_before_the_softmax_case_N09():
 
 
 @given(st.lists(st.integers(1, 40), min_size=0, max_size=30), st.integers(1, 200))
-def test_micro_batches_cover_every_row_once_within_the_budget(lengths, budget):
+def test_padded_batches_cover_every_row_once_within_the_budget(lengths, budget):
     lengths_N = torch.tensor(lengths, dtype=torch.int64)
-    batches = micro_batches(lengths_N, budget)
+    batches = padded_batches(lengths_N, budget)
     assert sorted(i for batch in batches for i in batch.tolist()) == list(range(len(lengths)))
     for batch in batches:
         assert len(batch) * int(lengths_N[batch].max()) <= budget or len(batch) == 1
-    again = micro_batches(lengths_N, budget)
+    again = padded_batches(lengths_N, budget)
     assert all(torch.equal(a, b) for a, b in zip(batches, again, strict=True))
 
 
-def test_micro_batches_by_hand():
-    assert [b.tolist() for b in micro_batches(torch.tensor([5, 2, 9, 2, 5]), 10)] == [[1, 3], [0, 4], [2]]
+def test_padded_batches_by_hand():
+    assert [b.tolist() for b in padded_batches(torch.tensor([5, 2, 9, 2, 5]), 10)] == [[1, 3], [0, 4], [2]]
 
 
-def test_micro_batches_of_a_rollout_count_the_trimmed_width():
+def test_padded_batches_of_a_rollout_count_the_trimmed_width():
     r = ragged("llama")[1]
     for budget in (16, 40, 1000):
-        batches = micro_batches(r, budget)
+        batches = padded_batches(r, budget)
         assert sorted(torch.cat(batches).tolist()) == list(range(12))
         for batch in batches:
             part = trim(r.rows(batch))
             assert len(batch) * (part.prompt_NP.shape[1] + part.response_NT.shape[1]) <= budget or len(batch) == 1
-    assert len(micro_batches(r, 1000)) == 1
+    assert len(padded_batches(r, 1000)) == 1
 
 
 def test_trim_removes_only_padding():

@@ -90,7 +90,7 @@ def test_uniform_is_uniform_and_neighbours_are_independent(axis):
 def test_draw_has_the_frequencies_of_the_softmax_at_the_temperature():
     logits = torch.tensor([2.0, -1.0, 0.5, -torch.inf, 0.0, -3.0])
     p = torch.softmax(logits.double() / 0.7, -1)
-    token, logp = draw(logits.expand(20000, 6), uniform(0, TOKENS, 0, 0, torch.arange(20000), 0), 0.7)
+    token, logp, _ = draw(logits.expand(20000, 6), uniform(0, TOKENS, 0, 0, torch.arange(20000), 0), 0.7)
     seen = token.bincount(minlength=6)
     assert seen[3] == 0
     live = p > 0
@@ -101,7 +101,7 @@ def test_draw_has_the_frequencies_of_the_softmax_at_the_temperature():
 def test_draw_by_hand():
     """softmax(ln 1, ln 2, ln 1) = ¼, ½, ¼: the distribution function steps at .25 and .75 and the step belongs to the right."""
     u = torch.tensor([0.0, 0.2499, 0.2501, 0.7499, 0.7501, 1 - 2**-53], dtype=torch.float64)
-    token, _ = draw(torch.tensor([1.0, 2.0, 1.0]).log().expand(6, 3), u, 1.0)
+    token, _, _ = draw(torch.tensor([1.0, 2.0, 1.0]).log().expand(6, 3), u, 1.0)
     assert token.tolist() == [0, 0, 1, 1, 2, 2]
 
 
@@ -111,7 +111,7 @@ def test_draw_never_returns_a_token_of_zero_probability(u):
     logits = torch.full((200, 50), -torch.inf)
     logits[:, [7, 19, 30]] = torch.randn(200, 3, generator=torch.Generator().manual_seed(0))
     assert (torch.softmax(logits, -1).double().sum(-1) < 1 - 1e-8).any()
-    token, logp = draw(logits, torch.full((200,), u, dtype=torch.float64), 1.0)
+    token, logp, _ = draw(logits, torch.full((200,), u, dtype=torch.float64), 1.0)
     assert set(token.tolist()) <= {7, 19, 30}
     assert torch.isfinite(logp).all()
 
@@ -124,12 +124,12 @@ def test_draw_reaches_tokens_rarer_than_fp32_can_add():
 
 def test_temperature_scales_the_recorded_log_prob_case_N11():
     """Logits [2, 1, 0], T = ½: log-prob of token 0 is −0.142932, not −0.407606."""
-    _, logp = draw(torch.tensor([[2.0, 1.0, 0.0]]), torch.zeros(1, dtype=torch.float64), 0.5)
+    _, logp, _ = draw(torch.tensor([[2.0, 1.0, 0.0]]), torch.zeros(1, dtype=torch.float64), 0.5)
     assert logp.item() == pytest.approx(-0.142932, abs=1e-6)
 
 
 def test_temperature_zero_is_argmax_case_N13():
-    token, logp = draw(torch.tensor([[1.0, -torch.inf], [0.0, 3.0]]), torch.full((2,), 0.99, dtype=torch.float64), 0.0)
+    token, logp, _ = draw(torch.tensor([[1.0, -torch.inf], [0.0, 3.0]]), torch.full((2,), 0.99, dtype=torch.float64), 0.0)
     assert token.tolist() == [0, 1]
     torch.testing.assert_close(logp, torch.tensor([0.0, -0.0485873]))
 

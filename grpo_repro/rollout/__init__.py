@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo_repro.policy import Policy
 from grpo_repro.rollout import decoder, generate
-from grpo_repro.types import ABSENT, NonFinite, Prompt, Rollout, UserError
+from grpo_repro.types import ABSENT, Drawn, NonFinite, Prompt, Rollout, UserError
 from grpo_repro.uniform import TOKENS, uniform
 
 ENGINES = {"decoder": decoder.decode, "transformers": generate.generate}
@@ -145,8 +145,8 @@ def _draw(
     limit: int,
     seed: int,
     how: Decoding,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """token_NT, logp_NT and support_NTV (or ABSENT), in batches of rows; a row's first token has the index offset_N."""
+) -> Drawn:
+    """In batches of rows; a row's first token has the index offset_N."""
     device = policy.device
     end_V = torch.zeros(policy.vocab, dtype=torch.bool, device=device)
     end_V[sorted(policy.end_ids)] = True
@@ -160,9 +160,7 @@ def _draw(
         u_KT = uniform(seed, TOKENS, b.step_N[:, None], b.prompt_N[:, None], b.member_N[:, None], index_KT)
         batch = prompt_MP[low:high, -P:], length_M[low:high], prompt_N[rows] - low
         parts.append(ENGINES[how.engine](policy.model, *batch, u_KT, end_V, how.temperature, how.top_p, how.top_k))
-    token_NT, logp_NT = torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
-    supports = [p[2] for p in parts if p[2] is not None]
-    return token_NT, logp_NT, torch.cat(supports) if supports else ABSENT
+    return Drawn(*(ABSENT if tensors[0] is None else torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
 
 def _ended(
@@ -171,11 +169,11 @@ def _ended(
     group_N: Tensor,
     prompt_NP: Tensor,
     prompt_length_N: Tensor,
-    drawn: tuple[Tensor, Tensor, Tensor],
+    drawn: Drawn,
     limit: int,
 ) -> Rollout:
     """Drawn tokens as a Rollout: cut at each row's end token, masked, checked."""
-    token_NT, logp_NT, support_NTV = drawn
+    token_NT, logp_NT, entropy_NT, support_NTV = drawn
     end_V = torch.zeros(policy.vocab, dtype=torch.bool, device=policy.device)
     end_V[sorted(policy.end_ids)] = True
     ended_NT = end_V[token_NT].cumsum(1)
@@ -200,6 +198,7 @@ def _ended(
         mask_NT=mask_NT,
         sampler_NT=sampler_NT,
         cut_N=cut_N,
+        entropy_NT=entropy_NT[:, :T].masked_fill(~mask_NT, 0.0) if entropy_NT is not None else ABSENT,
         support_NTV=support_NTV[:, :T] if support_NTV is not None else ABSENT,
     )
 
@@ -227,7 +226,9 @@ def _widened(r: Rollout, width_P: int, width_T: int) -> Rollout:
     """With prompts padded on the left and responses on the right."""
     left, right = width_P - r.prompt_NP.shape[1], width_T - r.response_NT.shape[1]
     grown: dict[str, Any] = {
-        n: torch.nn.functional.pad(getattr(r, n), (0, right)) for n in ("response_NT", "mask_NT", "sampler_NT")
+        n: torch.nn.functional.pad(getattr(r, n), (0, right))
+        for n in ("response_NT", "mask_NT", "sampler_NT", "entropy_NT")
+        if getattr(r, n) is not None
     }
     if r.support_NTV is not None:
         grown["support_NTV"] = torch.nn.functional.pad(r.support_NTV, (0, 0, 0, right), value=True)

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from grpo_repro.layers import Linear, Packed, compute_dtype
+from grpo_repro.types import ABSENT, Drawn
 from grpo_repro.uniform import draw, restrict
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
@@ -30,7 +32,7 @@ def supports(model: PreTrainedModel) -> str | None:
     if config.rope_parameters.get("rope_type", "default") in ("dynamic", "longrope"):
         return "its rotary frequencies change with the length"
     blocks = (*model.model.layers, model.lm_head)
-    if any(isinstance(m, nn.Linear) and type(m) is not nn.Linear for block in blocks for m in block.modules()):
+    if any(isinstance(m, nn.Linear) and type(m) not in (nn.Linear, Linear) for block in blocks for m in block.modules()):
         return "its linear layers are quantised or wrapped"
     if any(hasattr(m, "base_layer") for block in blocks for m in block.modules()):
         return "its linear layers carry adapters"
@@ -50,16 +52,16 @@ def decode(
     top_k: int = 0,
     *,
     compact: float = COMPACT,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Sample a response a row: token_NT (int64), its log-prob_NT (float32) at the temperature, and with top-p or top-k support_NTV.
+) -> Drawn:
+    """Sample a response a row.
 
     prompt_MP holds the M distinct prompts, left-padded; row n continues prompt_MP[prompt_N[n]] with the uniforms u_NT[n].
     end_V marks the tokens that end a response. What a row holds after its end token is undefined.
     """
     (N, T), P, device = u_NT.shape, prompt_MP.shape[1], prompt_MP.device
-    weights = _Weights.of(model, P + T)
+    weights = _Weights.of(model, P + T, N)
     token_TN = torch.zeros(T, N, dtype=torch.int64, device=device)
-    logp_TN = torch.zeros(T, N, device=device)
+    logp_TN, entropy_TN = torch.zeros(T, N, device=device), torch.zeros(T, N, device=device)
     u_TN = u_NT.t().contiguous()
     support_TNV = torch.ones(T, N, len(end_V), dtype=torch.bool, device=device) if top_p < 1.0 or top_k > 0 else None
 
@@ -82,8 +84,8 @@ def decode(
         if support_TNV is not None:
             logits_RV = restrict(logits_RV, temperature, top_p, top_k)
             support_TNV[t, row_R] = torch.isfinite(logits_RV)
-        token_R, logp_R = draw(logits_RV, u_TN[t, row_R], temperature)
-        token_TN[t, row_R], logp_TN[t, row_R] = token_R, logp_R
+        token_R, logp_TN[t, row_R], entropy_TN[t, row_R] = draw(logits_RV, u_TN[t, row_R], temperature)
+        token_TN[t, row_R] = token_R
         done_R |= end_V[token_R]
         if t == T - 1:
             break
@@ -101,7 +103,8 @@ def decode(
         seen = bias_R11S[..., : P + t + 1] if bias_R11S is not None else None
         x_R1D = weights.layers_forward(token_R[:, None], (P + t - pad_R)[:, None], cache, P + t, seen)
         logits_RV = weights.logits(x_R1D[:, 0])
-    return token_TN.t(), logp_TN.t(), None if support_TNV is None else support_TNV.transpose(0, 1)
+    support_NTV = ABSENT if support_TNV is None else support_TNV.transpose(0, 1)
+    return Drawn(token_TN.t(), logp_TN.t(), entropy_TN.t(), support_NTV)
 
 
 def _bias(pad_R: Tensor, slots: int, dtype: torch.dtype) -> Tensor:
@@ -115,19 +118,18 @@ class _Layer:
     """One decoder layer, with q, k, v and gate, up fused: fewer and larger products."""
 
     input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
+    qkv: Packed
     qk_norm: Tensor | None  # [H + K, d], Qwen3
-    out: nn.Linear
+    out: Packed
     mlp_norm: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: nn.Linear
+    gate_up: Packed
+    down: Packed
 
 
 @dataclass
 class _Weights:
     layers: list[_Layer]
+    head: Packed
     model: PreTrainedModel
     heads: int
     kv_heads: int
@@ -137,43 +139,47 @@ class _Weights:
     sin_S1d: Tensor  # its first half negated, so that rotate_half is a roll
 
     @classmethod
-    def of(cls, model: PreTrainedModel, slots: int) -> _Weights:
-        config, core = model.config, model.model
+    def of(cls, model: PreTrainedModel, slots: int, rows: int) -> _Weights:
+        """The weights as they are now; `rows` are decoded at once."""
+        config, core, dtype = model.config, model.model, compute_dtype(model)
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         position_1S = torch.arange(slots, device=model.device)[None]
         cos_1Sd, sin_1Sd = core.rotary_emb(core.embed_tokens.weight[:1], position_1S)
         d = cos_1Sd.shape[-1]
         sign_d = torch.ones(d, device=model.device, dtype=sin_1Sd.dtype)
         sign_d[: d // 2] = -1
+
+        def packed(*parts: nn.Linear) -> Packed:
+            bias = torch.cat([p.bias for p in parts]) if parts[0].bias is not None else None
+            return Packed(torch.cat([p.weight for p in parts]), bias, dtype, rows)
+
         layers = []
         for layer in core.layers:
             a, m = layer.self_attn, layer.mlp
-            qkv, gate_up = (a.q_proj, a.k_proj, a.v_proj), (m.gate_proj, m.up_proj)
             norm = None
             if hasattr(a, "q_norm"):
                 norm = torch.cat([a.q_norm.weight.expand(heads, d), a.k_norm.weight.expand(kv_heads, d)])
             layers.append(
                 _Layer(
                     input_norm=layer.input_layernorm.weight,
-                    qkv=torch.cat([p.weight for p in qkv]),
-                    qkv_bias=torch.cat([p.bias for p in qkv]) if a.q_proj.bias is not None else None,
+                    qkv=packed(a.q_proj, a.k_proj, a.v_proj),
                     qk_norm=norm,
-                    out=a.o_proj,
+                    out=packed(a.o_proj),
                     mlp_norm=layer.post_attention_layernorm.weight,
-                    gate_up=torch.cat([p.weight for p in gate_up]),
-                    gate_up_bias=torch.cat([p.bias for p in gate_up]) if m.gate_proj.bias is not None else None,
-                    down=m.down_proj,
+                    gate_up=packed(m.gate_proj, m.up_proj),
+                    down=packed(m.down_proj),
                 )
             )
-        return cls(layers, model, heads, kv_heads, d, config.rms_norm_eps, cos_1Sd[0, :, None], (sin_1Sd * sign_d)[0, :, None])
+        turn = cos_1Sd[0, :, None], (sin_1Sd * sign_d)[0, :, None]
+        return cls(layers, packed(model.lm_head), model, heads, kv_heads, d, config.rms_norm_eps, *turn)
 
     def cache(self, rows: int, slots: int) -> Tensor:
         """An empty cache [L, 2 (keys, values), rows, K, slots, d]."""
-        like = self.layers[0].qkv
+        like = self.layers[0].input_norm
         return like.new_empty(len(self.layers), 2, rows, self.kv_heads, slots, self.head_dim)
 
     def logits(self, x_RD: Tensor) -> Tensor:
-        return F.linear(self._norm(x_RD, self.model.model.norm.weight), self.model.lm_head.weight, self.model.lm_head.bias)
+        return self.head(self._norm(x_RD, self.model.model.norm.weight))
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
@@ -188,7 +194,7 @@ class _Weights:
         x = self.model.model.embed_tokens(token_RQ)
         act = self.model.model.layers[0].mlp.act_fn
         for w, (keys, values) in zip(self.layers, cache, strict=True):
-            qkv = F.linear(self._norm(x, w.input_norm), w.qkv, w.qkv_bias).view(R, Q, H + 2 * K, d)
+            qkv = w.qkv(self._norm(x, w.input_norm)).view(R, Q, H + 2 * K, d)
             qk, v = qkv[:, :, : H + K], qkv[:, :, H + K :]
             if w.qk_norm is not None:
                 qk = F.rms_norm(qk, (d,), None, self.eps) * w.qk_norm
@@ -203,6 +209,6 @@ class _Weights:
                 score = (qk[:, 0, :H].view(R, K, H // K, d) @ k_RKSd.transpose(2, 3)).float() * d**-0.5
                 y = torch.softmax(score if seen is None else score + seen, -1).to(x.dtype) @ v_RKSd
             x = x + w.out(y.reshape(R, Q, H * d))
-            gate, up = F.linear(self._norm(x, w.mlp_norm), w.gate_up, w.gate_up_bias).chunk(2, -1)
+            gate, up = w.gate_up(self._norm(x, w.mlp_norm)).chunk(2, -1)
             x = x + w.down(act(gate) * up)
         return x

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from grpo_repro.types import ABSENT, Drawn
 from grpo_repro.uniform import draw, restrict
 
 
@@ -16,16 +17,16 @@ class _IndexedDraw(LogitsProcessor):
 
     def __init__(self, prompt: int, u_NT: Tensor, vocab: int, temperature: float, top_p: float, top_k: int) -> None:
         self.prompt, self.u_NT, self.temperature, self.top_p, self.top_k = prompt, u_NT, temperature, top_p, top_k
-        self.logp_NT = torch.zeros(u_NT.shape, device=u_NT.device)
+        self.logp_NT, self.entropy_NT = torch.zeros(u_NT.shape, device=u_NT.device), torch.zeros(u_NT.shape, device=u_NT.device)
         kept = top_p < 1.0 or top_k > 0
-        self.support_NTV = torch.ones(*u_NT.shape, vocab, dtype=torch.bool, device=u_NT.device) if kept else None
+        self.support_NTV = torch.ones(*u_NT.shape, vocab, dtype=torch.bool, device=u_NT.device) if kept else ABSENT
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         t = input_ids.shape[1] - self.prompt
         if self.support_NTV is not None:
             scores = restrict(scores, self.temperature, self.top_p, self.top_k)
             self.support_NTV[:, t] = torch.isfinite(scores)
-        token_N, self.logp_NT[:, t] = draw(scores, self.u_NT[:, t], self.temperature)
+        token_N, self.logp_NT[:, t], self.entropy_NT[:, t] = draw(scores, self.u_NT[:, t], self.temperature)
         return torch.full_like(scores, -torch.inf).scatter_(-1, token_N[:, None], 0.0)
 
 
@@ -39,7 +40,7 @@ def generate(
     temperature: float,
     top_p: float = 1.0,
     top_k: int = 0,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> Drawn:
     """Same arguments and result as `decoder.decode`."""
     (N, T), P = u_NT.shape, prompt_MP.shape[1]
     prompt_NP = prompt_MP[prompt_N]
@@ -62,4 +63,4 @@ def generate(
         model.generation_config = own
     token_NT = torch.zeros(N, T, dtype=torch.int64, device=prompt_MP.device)
     token_NT[:, : out_NS.shape[1] - P] = out_NS[:, P:]
-    return token_NT, sampler.logp_NT, sampler.support_NTV
+    return Drawn(token_NT, sampler.logp_NT, sampler.entropy_NT, sampler.support_NTV)

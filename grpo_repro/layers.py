@@ -1,0 +1,161 @@
+"""The model's own linear layers and norms, computed faster: same parameters, same mathematics, on CPU and GPU.
+
+`swap` changes the class of a loaded model's modules in place. Why it pays (results/reports/benchmark has the figures):
+  products   on CPUs torch hands fp32 products to MKL, which uses half of the vector width on AMD; oneDNN uses all of it. With
+             `compute: bfloat16` the operands are rounded to bf16, sums and everything between products stay in fp32, the
+             master weights too.
+  norms      the textbook RMSNorm is a dozen memory-bound operations with their backwards; this is four.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+FULL = (torch.float32, torch.float64)
+NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")  # w · x / rms(x), nothing more
+
+
+def swap(model: PreTrainedModel, compute: torch.dtype) -> PreTrainedModel:
+    """Give every plain linear layer and RMSNorm of the model its faster class; `compute` is the dtype of the products' operands.
+
+    Layers that are quantised, wrapped, or in half precision are left as they are: their own arithmetic is the one asked for.
+    """
+    for module in model.modules():
+        if type(module) in (nn.Linear, Linear) and module.weight.dtype in FULL:
+            module.__class__ = Linear
+            module.compute = compute  # type: ignore[assignment]
+        elif type(module).__name__ in NORMS and module.weight.dtype in FULL:
+            module.__class__ = RMSNorm
+    return model
+
+
+def compute_dtype(model: PreTrainedModel) -> torch.dtype:
+    """The dtype of the operands of the model's products."""
+    head = model.get_output_embeddings()
+    return head.compute if isinstance(head, Linear) else head.weight.dtype
+
+
+def product(x: Tensor, w_ON: Tensor, b: Tensor | None = None) -> Tensor:
+    """x wᵀ + b for x [..., N], in the operands' dtype: through oneDNN on CPU. Without gradient."""
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16) or not x.numel():
+        return F.linear(x, w_ON, b)
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x.reshape(-1, x.shape[-1]), w_ON, b, "none", [], "")
+    return y.view(*x.shape[:-1], len(w_ON))
+
+
+class Packed:
+    """A weight prepared for many products without gradient: cast once and, on CPU, laid out as oneDNN reads it."""
+
+    def __init__(self, w_ON: Tensor, b_O: Tensor | None, dtype: torch.dtype, rows: int) -> None:
+        """`dtype` is that of the operands, `rows` the usual number of rows of x (a hint)."""
+        w_ON = w_ON.detach().to(dtype)
+        self.size, self.bias, self.dtype = len(w_ON), b_O, dtype
+        self.onednn = w_ON.device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(w_ON.contiguous(), rows) if self.onednn else w_ON
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x wᵀ + b in the dtype of x."""
+        low = x.reshape(-1, x.shape[-1]).to(self.dtype)
+        if self.onednn:
+            y = torch.ops.mkldnn._linear_pointwise(low, self.weight, None, "none", [], "")
+        else:
+            y = F.linear(low, self.weight)
+        y = y.to(x.dtype)
+        return (y if self.bias is None else y + self.bias).view(*x.shape[:-1], self.size)
+
+
+def matmul(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    """a b, as `product` computes it. Without gradient."""
+    return product(a_MK, b_KN.t()) if a_MK.dtype == torch.float32 else a_MK @ b_KN
+
+
+class Linear(nn.Linear):
+    compute: torch.dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            return super().forward(x)
+        if self.compute != torch.float32:
+            return _RoundedProduct.apply(x, self.weight, self.bias, self.compute)
+        return _Product.apply(x, self.weight, self.bias)
+
+
+class RMSNorm(nn.Module):
+    weight: nn.Parameter
+    variance_epsilon: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type != "cpu" or x.dtype != torch.float32:
+            return F.rms_norm(x, (x.shape[-1],), self.weight, self.variance_epsilon)
+        return _RMSNorm.apply(x, self.weight, self.variance_epsilon)
+
+
+class _Product(torch.autograd.Function):
+    """x wᵀ + b in fp32. Its backward is made of itself, so it can be differentiated as often as one likes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w_ON: Tensor, b_O: Tensor | None) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x, w_ON)
+        ctx.biased = b_O is not None
+        return product(x, w_ON, b_O)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, w_ON = ctx.saved_tensors
+        want_x, want_w, want_b = ctx.needs_input_grad
+        g_MO = g.reshape(-1, g.shape[-1])
+        dx = _Product.apply(g, w_ON.t(), None) if want_x else None
+        dw = _Product.apply(g_MO.t(), x.reshape(-1, x.shape[-1]).t(), None) if want_w else None
+        return dx, dw, g_MO.sum(0) if want_b else None
+
+
+class _RoundedProduct(torch.autograd.Function):
+    """x wᵀ + b with operands rounded to `dtype`, sums and result in fp32; the rounded x is what is kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w_ON: Tensor, b_O: Tensor | None, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
+        low_MN = x.reshape(-1, x.shape[-1]).to(dtype)
+        ctx.save_for_backward(low_MN, w_ON)
+        ctx.shape = x.shape
+        y = product(low_MN, w_ON.to(dtype)).float()
+        return (y if b_O is None else y.add_(b_O)).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        low_MN, w_ON = ctx.saved_tensors
+        want_x, want_w, want_b, _ = ctx.needs_input_grad
+        g_MO = g.reshape(-1, g.shape[-1])
+        low_MO = g_MO.to(low_MN.dtype)
+        dx = matmul(low_MO, w_ON.to(low_MN.dtype)).float().view(ctx.shape) if want_x else None
+        dw = matmul(low_MO.t(), low_MN).float() if want_w else None
+        return dx, dw, g_MO.sum(0) if want_b else None, None
+
+
+class _RMSNorm(torch.autograd.Function):
+    """w · x / √(mean x² + ε). The backward pass starts from the inputs, so that it can itself be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w_D: Tensor, eps: float) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x, w_D)
+        ctx.eps = eps
+        return (x * _inverse_rms(x, eps)).mul_(w_D)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, w_D = ctx.saved_tensors
+        r = _inverse_rms(x, ctx.eps)
+        n, gw = x * r, g * w_D
+        dw = (g * n).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        along = torch.linalg.vecdot(gw, n)[..., None] / x.shape[-1]
+        return torch.addcmul(gw, n, along, value=-1) * r, dw, None
+
+
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+    return torch.rsqrt(torch.linalg.vecdot(x, x)[..., None] / x.shape[-1] + eps)
