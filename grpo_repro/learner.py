@@ -95,5 +95,6 @@ def _optimizer(run: Run, model: PreTrainedModel, critic: Critic | None) -> torch
     if critic is not None:
         groups.append({"params": list(critic.head.parameters()), "peak": run.critic.lr, "lr": run.critic.lr})
     if scale.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=scale.lr, weight_decay=scale.weight_decay)
-    return torch.optim.AdamW(groups, lr=scale.lr, betas=(scale.beta1, scale.beta2), weight_decay=scale.weight_decay)
+        return torch.optim.SGD(groups, lr=scale.lr, weight_decay=scale.weight_decay, fused=True)
+    betas = (scale.beta1, scale.beta2)
+    return torch.optim.AdamW(groups, lr=scale.lr, betas=betas, weight_decay=scale.weight_decay, fused=True)  # one pass over memory
