@@ -1,6 +1,6 @@
 """A learner on disk, whole or not at all: weights, optimiser, reference, critic, adaptive states, unfinished responses, counters.
 
-    <folder>/step-000012/     state.json · model, optimizer, reference, critic, pending .safetensors
+    <folder>/step-000012/     state.json · model, optimizer, reference, critic, past (weights still drawn from), pending .safetensors
 
 Data order and chance are indexed by (seed, step, …), so nothing of them is stored: a resumed run is the uninterrupted one, bit for bit
 on the same machine. The last two are kept; one that was cut short has no state.json and is not seen.
@@ -21,6 +21,7 @@ from torch import Tensor
 from grpo_repro import paths
 from grpo_repro.learner import Learner
 from grpo_repro.rollout import Births
+from grpo_repro.sampler import Past
 from grpo_repro.types import Prompt, Rollout, UserError
 
 KEPT = 2
@@ -49,8 +50,10 @@ def save(learner: Learner, next_step: int, folder: Path) -> Path:
                 _write(part / "reference.safetensors", _weights(learner.reference))
             if learner.critic is not None:
                 _write(part / "critic.safetensors", dict(learner.critic.head.state_dict()))
-            if learner.pending is not None:
-                rollout, births = learner.pending
+            if past := learner.past.kept():
+                _write(part / "past.safetensors", {f"{v}.{name}": w for v, held in past.items() for name, w in held.items()})
+            if learner.sampler.pending is not None:
+                rollout, births = learner.sampler.pending
                 tensors = {k: v for k, v in vars(rollout).items() if isinstance(v, Tensor)}
                 _write(part / "pending.safetensors", tensors | {f"birth.{k}": v for k, v in vars(births).items()})
                 state["pending"] = [vars(p) for p in rollout.prompts]
@@ -89,7 +92,9 @@ def load(learner: Learner, folder: Path) -> int:
             _read(learner.reference, place / "reference.safetensors")
         if learner.critic is not None:
             learner.critic.head.load_state_dict(load_file(place / "critic.safetensors", device=device))
-        learner.pending = _pending(place, state["pending"], device) if "pending" in state else None
+        if learner.run.sampler.lags:
+            _recall(learner.past, place / "past.safetensors")
+        learner.sampler.pending = _pending(place, state["pending"], device) if "pending" in state else None
         learner.updates, learner.states = state["updates"], state["states"]
     return next_step
 
@@ -114,6 +119,16 @@ def _read(model: torch.nn.Module, path: Path) -> None:
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(stored[name])
+
+
+def _recall(past: Past, path: Path) -> None:
+    held: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in load_file(path).items():
+        step, _, name = key.partition(".")
+        held.setdefault(int(step), {})[name] = tensor
+    past.at.clear()
+    for version, weights in held.items():
+        past.put(version, weights)
 
 
 def _pending(place: Path, prompts: list[dict[str, Any]], device: str) -> tuple[Rollout, Births]:

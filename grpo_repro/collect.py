@@ -13,48 +13,48 @@ import torch
 
 from grpo_repro import knobs
 from grpo_repro.judge import Judged, judge
-from grpo_repro.learner import Learner
 from grpo_repro.rollout import Births, Decoding, join, proceed, sample
+from grpo_repro.sampler import Sampler
 from grpo_repro.spec import unbind
 from grpo_repro.types import ABSENT, Rollout, UserError
 
 Row = dict[str, float]
 
 
-def collect(learner: Learner, step: int) -> tuple[Rollout, Judged, Row]:
+def collect(sampler: Sampler, step: int) -> tuple[Rollout, Judged, Row]:
     """The step's rollout with its rewards, and what it cost. Raises UserError when a bounded search found nothing to learn from."""
-    wanted, resampling = learner.run.rollout, "resample" in knobs.traits(learner.objective.sampling)
+    wanted, resampling = sampler.run.rollout, "resample" in knobs.traits(sampler.objective.sampling)
     if wanted.chunk is not None:
-        rollout, births, row = _partial(learner, step, wanted.chunk)
-        judged = _judged(learner, rollout, step, births)
+        rollout, births, row = _partial(sampler, step, wanted.chunk)
+        judged = _judged(sampler, rollout, step, births)
     elif resampling:
-        rollout, judged, row = _dynamic(learner, step)
+        rollout, judged, row = _dynamic(sampler, step)
     elif wanted.extra:
-        rollout, judged, row = _extra(learner, _sample(learner, step, 0, wanted.group_size), step)
+        rollout, judged, row = _extra(sampler, _sample(sampler, step, 0, wanted.group_size), step)
     else:
-        rollout, row = _sample(learner, step, 0, wanted.group_size), {}
-        judged = _judged(learner, rollout, step)
+        rollout, row = _sample(sampler, step, 0, wanted.group_size), {}
+        judged = _judged(sampler, rollout, step)
     return (rollout if wanted.keep_support else replace(rollout, support_NTV=ABSENT)), judged, row
 
 
-def decoding(learner: Learner) -> Decoding:
-    r, m = learner.run.rollout, learner.run.machine
+def decoding(sampler: Sampler) -> Decoding:
+    r, m = sampler.run.rollout, sampler.run.machine
     return Decoding(r.temperature, r.top_p, r.top_k, m.engine, m.batch_rows)
 
 
 def _sample(
-    learner: Learner, step: int, batch: int, size: int | list[int], first_member: int = 0, prompts: int | None = None
+    sampler: Sampler, step: int, batch: int, size: int | list[int], first_member: int = 0, prompts: int | None = None
 ) -> Rollout:
     """Responses to the step's batch-th batch of prompts; batches of a step hold different prompts."""
-    n, how = learner.run.rollout.prompts, decoding(learner)
-    drawn = learner.task.draw(learner.run.seed, step, n * (batch + 1))[n * batch :][:prompts]
-    limit = learner.run.rollout.chunk or learner.limit
+    n, how = sampler.run.rollout.prompts, decoding(sampler)
+    drawn = sampler.task.draw(sampler.run.seed, step, n * (batch + 1))[n * batch :][:prompts]
+    limit = sampler.run.rollout.chunk or sampler.limit
     return sample(
-        learner.policy,
+        sampler.policy,
         drawn,
         size,
-        limit=min(limit, learner.limit),
-        seed=learner.run.seed,
+        limit=min(limit, sampler.limit),
+        seed=sampler.run.seed,
         step=step,
         first=n * batch,
         first_member=first_member,
@@ -62,21 +62,21 @@ def _sample(
     )
 
 
-def _judged(learner: Learner, rollout: Rollout, step: int, births: Births | None = None) -> Judged:
-    steps = "steps" in learner.objective.needs
-    return judge(learner.objective.reward, rollout, learner.task, learner.policy, learner.run.seed, step, steps, births)
+def _judged(sampler: Sampler, rollout: Rollout, step: int, births: Births | None = None) -> Judged:
+    steps = "steps" in sampler.objective.needs
+    return judge(sampler.objective.reward, rollout, sampler.task, sampler.policy, sampler.run.seed, step, steps, births)
 
 
-def _dynamic(learner: Learner, step: int) -> tuple[Rollout, Judged, Row]:
+def _dynamic(sampler: Sampler, step: int) -> tuple[Rollout, Judged, Row]:
     """DAPO's dynamic sampling: batches until there are as many mixed groups as prompts were asked for, at most `max_batches`."""
-    wanted, spec = learner.run.rollout.prompts, unbind(learner.objective.sampling)
+    wanted, spec = sampler.run.rollout.prompts, unbind(sampler.objective.sampling)
     most = int(spec["max_batches"]) if isinstance(spec, dict) else 1
     parts: list[Rollout] = []
     for batch in range(most):
-        parts.append(_sample(learner, step, batch, learner.run.rollout.group_size))
+        parts.append(_sample(sampler, step, batch, sampler.run.rollout.group_size))
         rollout = join(parts)
-        judged = _judged(learner, rollout, step)
-        kept_N = learner.objective.sampling(judged.r_N, rollout.group_N)
+        judged = _judged(sampler, rollout, step)
+        kept_N = sampler.objective.sampling(judged.r_N, rollout.group_N)
         mixed = torch.unique(rollout.group_N[kept_N])
         if len(mixed) >= wanted:
             break
@@ -100,43 +100,43 @@ def _dynamic(learner: Learner, step: int) -> tuple[Rollout, Judged, Row]:
     return rollout.rows(keep_K), judged.rows(keep_K), row
 
 
-def _extra(learner: Learner, rollout: Rollout, step: int) -> tuple[Rollout, Judged, Row]:
+def _extra(sampler: Sampler, rollout: Rollout, step: int) -> tuple[Rollout, Judged, Row]:
     """Further samples for the prompts of which no response was right: their groups are larger."""
-    judged = _judged(learner, rollout, step)
-    size, extra = learner.run.rollout.group_size, learner.run.rollout.extra
+    judged = _judged(sampler, rollout, step)
+    size, extra = sampler.run.rollout.group_size, sampler.run.rollout.extra
     solved = {int(g) for g in rollout.group_N[judged.correct_N > 0.5]}
     sizes = [0 if g in solved else extra for g in range(len(rollout.prompts))]
     row = {"groups/extra": float(sum(s > 0 for s in sizes))}
     if not any(sizes):
         return rollout, judged, row
-    more = _sample(learner, step, 0, sizes, first_member=size)
+    more = _sample(sampler, step, 0, sizes, first_member=size)
     both = join([rollout, more], groups=[rollout.group_N, more.group_N])
-    return both, _judged(learner, both, step), row
+    return both, _judged(sampler, both, step), row
 
 
-def _partial(learner: Learner, step: int, chunk: int) -> tuple[Rollout, Births, Row]:
+def _partial(sampler: Sampler, step: int, chunk: int) -> tuple[Rollout, Births, Row]:
     """Responses grow by at most `chunk` tokens a step; a group is trained on in the step in which its last response has ended.
 
     Every token keeps the log-prob of the weights that drew it. A step in which no group is complete goes on until one is.
     """
-    go_on = partial(proceed, learner.policy, chunk=chunk, limit=learner.limit, seed=learner.run.seed, how=decoding(learner))
-    flight = learner.pending
+    go_on = partial(proceed, sampler.policy, chunk=chunk, limit=sampler.limit, seed=sampler.run.seed, how=decoding(sampler))
+    flight = sampler.pending
     if flight is not None:
         flight = go_on(*flight), flight[1]
     waiting = len(flight[0].prompts) if flight else 0
-    if waiting < learner.run.rollout.prompts:
-        fresh = _sample(learner, step, 0, learner.run.rollout.group_size, prompts=learner.run.rollout.prompts - waiting)
+    if waiting < sampler.run.rollout.prompts:
+        fresh = _sample(sampler, step, 0, sampler.run.rollout.group_size, prompts=sampler.run.rollout.prompts - waiting)
         births = Births.of(fresh.group_N, step)
         flight = (fresh, births) if flight is None else (join([flight[0], fresh]), _together(flight[1], births))
     assert flight is not None
-    while not len(_complete(flight[0], learner.limit)):
+    while not len(_complete(flight[0], sampler.limit)):
         flight = go_on(*flight), flight[1]
     rollout, births = flight
-    done_N = torch.isin(rollout.group_N, _complete(rollout, learner.limit))
+    done_N = torch.isin(rollout.group_N, _complete(rollout, sampler.limit))
     row = {"groups/unfinished": float(len(rollout.prompts) - len(torch.unique(rollout.group_N[done_N])))}
     done_K, rest_K = done_N.nonzero().squeeze(1), (~done_N).nonzero().squeeze(1)
     row["rows/older"] = float((births.step_N[done_K] < step).sum())
-    learner.pending = (_renumbered(rollout.rows(rest_K)), births.rows(rest_K)) if len(rest_K) else None
+    sampler.pending = (_renumbered(rollout.rows(rest_K)), births.rows(rest_K)) if len(rest_K) else None
     return _renumbered(rollout.rows(done_K)), births.rows(done_K), row
 
 

@@ -1,6 +1,7 @@
 """One run's configuration: strict, frozen, and complete enough to repeat the run. An unknown key is an error.
 
 policy     the model and where it starts          objective  knobs ① to ⑤, ⑦ and the group filter of ⑥
+sampler    how old and exact the weights that draw are
 task       prompts and their verifier             rollout    the numbers of ⑥: G, prompts a step, μ, minibatches, temperature
 scale      steps, optimiser, evaluation           machine    device, threads, engine: changes speed, never the question asked
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,9 +18,9 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from grpo_repro import NUMERICS, knobs, presets, strict_yaml, tasks
+from grpo_repro import NUMERICS, knobs, presets, strict_yaml, tasks, weights
 from grpo_repro.objective import Objective
-from grpo_repro.spec import Spec, nearest, problem, unbind
+from grpo_repro.spec import Spec, bind, nearest, problem, public, unbind
 from grpo_repro.types import NonNegative, Nucleus, Positive, Share, UserError
 
 
@@ -49,7 +50,11 @@ class Rollout(Strict):
     keep_support: bool = Field(
         default=True, description="false: the trainer scores over the whole vocabulary, as most frameworks do"
     )
-    anchor: Literal["trainer", "sampler"] = Field(default="trainer", description="whose log-probs are π_old, the clip's anchor")
+    anchor: Literal["trainer", "proximal", "sampler"] = Field(
+        default="trainer",
+        description="whose log-probs are π_old, the clip's anchor: the trainer's under the weights of the last sync (with partial "
+        "rollouts, as proximal), the trainer's at the start of the step (decoupled PPO, 2110.00641), what the engine recorded",
+    )
     extra: int = Field(default=0, ge=0, description="further samples for a prompt of which no response was right (ragged groups)")
     weights: dict[str, NonNegative] = Field(
         default_factory=dict,
@@ -62,6 +67,20 @@ class Rollout(Strict):
     )
     temperature: Positive = Field(default=1.0, description="of sampling and of scoring: they are one number")
     limit: int | None = Field(default=None, ge=1, description="L_max, response tokens; default: the task's own")
+
+
+class Sampler(Strict):
+    weights: Any = Field(default="exact", description="exact, bfloat16, {name: quantised, bits: 4} or {name: noise, sigma: .01}")
+    staleness: int = Field(default=0, ge=0, description="steps that the weights that draw lag behind the trainer's")
+    every: int = Field(default=1, ge=1, description="steps between syncs")
+
+    @property
+    def lags(self) -> bool:
+        return self.staleness > 0 or self.every > 1
+
+    def version(self, step: int) -> int:
+        """The step at whose start the weights that draw in step `step` were the trainer's."""
+        return max(0, step // self.every * self.every - self.staleness)
 
 
 class Scale(Strict):
@@ -100,6 +119,10 @@ class Machine(Strict):
     token_budget: int = Field(default=16384, ge=1, description="padded tokens a micro-batch, prompt included")
     batch_rows: int = Field(default=512, ge=1, description="rows decoded at once")
     engine: Literal["decoder", "transformers"] = "decoder"
+    overlap: bool = Field(
+        default=False,
+        description="draw in another process, ahead of the trainer by sampler.staleness; threads are each process's",
+    )
     checkpoint_every: int = Field(default=10, ge=0, description="steps between checkpoints of `grpo-repro run`; 0: none")
 
 
@@ -110,6 +133,7 @@ class Run(Strict):
     task: Any
     objective: dict[str, Any] = Field(default_factory=lambda: {"preset": "grpo"})
     rollout: Rollout = Rollout()
+    sampler: Sampler = Sampler()
     scale: Scale = Scale()
     reference: Reference = Reference()
     critic: Critic = Critic()
@@ -135,8 +159,15 @@ class Run(Strict):
         plain = objective_spec(Objective(), brief=True)
         data["objective"] = {k: v for k, v in objective_spec(self.built(), brief=True).items() if v != plain[k]}
         data["task"] = unbind(tasks.bound(self.task), brief=True)
+        if "weights" in data.get("sampler", {}):
+            data["sampler"]["weights"] = unbind(distortion(self.sampler), brief=True)
         text = json.dumps({"numerics": NUMERICS, **data}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def distortion(sampler: Sampler) -> Callable[..., Any]:
+    """`sampler.weights` as YAML has it → its variant. Raises UserError."""
+    return bind("sampler.weights", public(weights), sampler.weights)
 
 
 def build_objective(spec: Mapping[str, Any]) -> Objective:
@@ -183,6 +214,7 @@ def parse_run(data: Mapping[str, Any], where: str) -> Run:
     try:
         tasks.bound(run.task)
         objective = build_objective(run.objective)
+        exactness = unbind(distortion(run.sampler))
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     if run.rollout.group_size < 2 and "group_baseline" in knobs.traits(objective.advantage):
@@ -202,7 +234,14 @@ def parse_run(data: Mapping[str, Any], where: str) -> Run:
             f"{where}: rollout.minibatches ({run.rollout.minibatches}) is more than rollout.prompts ({run.rollout.prompts}), "
             f"and a minibatch takes whole groups: give at most {run.rollout.prompts}."
         )
-    return run.model_copy(update={"objective": objective_spec(objective), "task": unbind(tasks.bound(run.task))})
+    if run.machine.overlap and not run.sampler.staleness:
+        raise UserError(
+            f"{where}: machine.overlap draws ahead of the trainer, with the weights of earlier steps, but sampler.staleness is 0: "
+            "give at least 1."
+        )
+    sampler = run.sampler.model_copy(update={"weights": exactness})
+    written = {"objective": objective_spec(objective), "task": unbind(tasks.bound(run.task)), "sampler": sampler}
+    return run.model_copy(update=written)
 
 
 def load_yaml(path: Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.nn import Parameter
@@ -15,15 +15,15 @@ from grpo_repro.critic import Critic
 from grpo_repro.logprobs import WHOLE_VOCABULARY
 from grpo_repro.objective import Objective
 from grpo_repro.policy import Policy
-from grpo_repro.rollout import Births
+from grpo_repro.sampler import Past, Sampler, started
 from grpo_repro.spec import base, nearest
 from grpo_repro.tasks import Task
-from grpo_repro.types import Rollout, UserError
+from grpo_repro.types import UserError
 
 
 @dataclass
 class Learner:
-    """The config, the policy, the optimiser, the reference, the critic, the states of adaptive variants, and unfinished responses."""
+    """The config, the policy, who draws, the optimiser, the reference, the critic, and the states of adaptive variants."""
 
     run: Run
     policy: Policy
@@ -32,9 +32,10 @@ class Learner:
     optimizer: torch.optim.Optimizer
     reference: PreTrainedModel | None
     critic: Critic | None
+    sampler: Sampler
+    past: Past
     states: dict[str, State]
     updates: int = 0  # optimiser steps made
-    pending: tuple[Rollout, Births] | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, run: Run, policy: Policy, task: Task) -> Learner:
@@ -56,6 +57,7 @@ class Learner:
             _optimizer(run, policy.model, critic),
             reference.frozen(policy.model) if watched else None,
             critic,
+            *started(run, policy, task, objective),
             adaptive.initial(objective),
         )
 
@@ -65,12 +67,16 @@ class Learner:
 
     @property
     def limit(self) -> int:
-        return self.run.rollout.limit or self.task.limit
+        return self.sampler.limit
 
     @property
     def bound(self) -> Objective:
         """The objective with the present states in its variants' hands."""
         return adaptive.bound(self.objective, self.states)
+
+    def sync(self, step: int) -> None:
+        """Before a step: who draws gets its weights."""
+        self.sampler.load(*self.past.sync(step))
 
     def warm(self) -> None:
         """Set the learning rates of the next optimiser step: linear warm-up, then constant."""

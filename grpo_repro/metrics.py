@@ -97,6 +97,25 @@ def entropy(entropy_NT: Tensor, mask_NT: Tensor, positions: Mapping[str, Tensor]
     return row | {f"entropy/{k}": float(entropy_NT[at_NT].mean()) for k, at_NT in positions.items() if at_NT.any()}
 
 
+def sampler(drew_NT: Tensor, b: Minibatch) -> dict[str, float]:
+    """How the engine that drew the tokens differs from the trainer under the weights of the last sync (`drew_NT`).
+
+    sampler/difference, sampler/difference/max: |Δ log-prob| of the drawn tokens, mean and largest · sampler/k3: KL(engine‖trainer), in
+    nats a token · sampler/ess: effective sample size of π_old/π_sampler, token by token · sampler/age: steps that its weights lag behind
+    """
+    sampled = b.sampler_NT[b.mask_NT]
+    if not len(sampled):
+        return {}
+    d = drew_NT[b.mask_NT] - sampled
+    w = torch.exp((b.old_NT[b.mask_NT] - sampled).double().clamp(-ratio.BOUND, ratio.BOUND))
+    return {
+        "sampler/difference": float(d.abs().mean()),
+        "sampler/difference/max": float(d.abs().max()),
+        "sampler/k3": float(kl.ESTIMATES["k3"](d.double().clamp(-kl.BOUND, kl.BOUND)).mean()),
+        "sampler/ess": float(w.sum() ** 2 / (len(w) * (w**2).sum())),
+    }
+
+
 def update(totals: Totals, parts: Parts, b: Minibatch, loss: Tensor) -> None:
     """Of the updates of a step, over the tokens in the loss (all updates together).
 
@@ -139,7 +158,8 @@ def finish(totals: Totals, updates: int) -> dict[str, float]:
 def moved(name: str, other_NT: Tensor, drawer_NT: Tensor, mask_NT: Tensor, exact_NT: Tensor | None) -> dict[str, float]:
     """How far another policy is from the one that drew the tokens: KL(drawer‖other), in nats a token.
 
-    kl_old: KL(π_old‖π_θ) after the step's last update, the realised update · kl_ref: KL(π‖π_ref) of the policy that drew the rollout
+    kl_old: KL(π_old‖π_θ) after the step's last update, the realised update · kl_ref: KL(π‖π_ref) of the policy that drew the rollout ·
+    kl_lag: of the weights that drew it ‖ the trainer's before the step's first update, where they differ
     …/k1, …/k2, …/k3: Schulman's estimators from the drawn tokens · …/exact: over the whole vocabulary (small vocabularies only)
     """
     if not mask_NT.any():

@@ -7,6 +7,7 @@ One path for CPU and CUDA. No files, no global state: a step depends on the Lear
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -59,20 +60,26 @@ def one_step(learner: Learner, step: int) -> Row:
         with clock("exam"):
             row |= exam(policy, learner.task, run)
     with clock("sample"):
-        rollout, judged, found = collect(learner, step)
+        learner.sync(step)
+        rollout, judged, found = collect(learner.sampler, step)
     with clock("old"):
-        old = measure(model, rollout, run, policy.vocab, learner.critic)
+        now = measure(model, rollout, run, policy.vocab, learner.critic)
+        stale = learner.past.apart and run.rollout.chunk is None  # finished responses have tokens of several weights
+        drew = measure(learner.past.model, rollout, run, policy.vocab) if stale else now
+        old = now if run.rollout.anchor == "proximal" else replace(drew, value_NT=now.value_NT)
         ref = measure(learner.reference, rollout, run, policy.vocab) if learner.reference is not None else None
     b = assembled(learner, rollout, judged, old, ref)
     scored = score(objective, b)
     before = [p.detach().clone() for p in model.parameters()] if run.scale.monitor else []
     with clock("update"):
-        totals, made = update(learner, objective, rollout, scored, old, ref, step)
+        totals, made = update(learner, objective, rollout, scored, now, ref, step)
     row |= metrics.responses(rollout, judged) | metrics.groups(b, scored) | found
-    row |= metrics.entropy(old.entropy_NT, rollout.mask_NT, judged.positions) | metrics.finish(totals, made)
-    row["sampler/difference"] = float((old.logp_NT - rollout.sampler_NT).abs()[rollout.mask_NT].mean())
+    row |= metrics.entropy(drew.entropy_NT, rollout.mask_NT, judged.positions) | metrics.finish(totals, made)
+    row |= metrics.sampler(drew.logp_NT, b) | {"sampler/age": float(step - learner.sampler.version)}
+    if drew is not now:
+        row |= metrics.moved("lag", now.logp_NT, drew.logp_NT, rollout.mask_NT, kl_between(drew, now, rollout.mask_NT))
     if ref is not None:
-        row |= metrics.moved("ref", ref.logp_NT, old.logp_NT, rollout.mask_NT, kl_between(old, ref, rollout.mask_NT))
+        row |= metrics.moved("ref", ref.logp_NT, drew.logp_NT, rollout.mask_NT, kl_between(drew, ref, rollout.mask_NT))
     if learner.critic is not None:
         row |= explained_variance(scored.b.value_NT, scored.b.target_NT, scored.b.mask_NT)
     if run.scale.monitor or learner.states:

@@ -133,7 +133,7 @@ def test_m07_a_step_without_a_token_is_skipped() -> None:
     """unsloth-zoo#1286: with every row hidden the loss is 0; a step on its gradient of 0 would still move the weights by momentum."""
     learner = learner_of({"scale.lr": 1e-2})
     train.one_step(learner, 0)
-    rollout, judged, _ = collect(learner, 1)
+    rollout, judged, _ = collect(learner.sampler, 1)
     old = measure.measure(learner.policy.model, rollout, learner.run, learner.policy.vocab)
     scored = score(learner.objective, train.assembled(learner, rollout, judged, old, None))
     hidden = replace(scored, b=replace(scored.b, mask_NT=torch.zeros_like(scored.b.mask_NT)))
@@ -155,14 +155,14 @@ def test_m07_a_step_without_a_token_is_skipped() -> None:
 def test_g08_a_rollout_is_repeated_whole_and_the_next_has_other_prompts() -> None:
     """trl#3675: 3 prompts, G = 2, two passes: 0 0 1 1 2 2, twice; then three others."""
     learner = learner_of({"rollout.group_size": 2, "rollout.prompts": 3, "rollout.updates": 2, "rollout.minibatches": 3})
-    rollout, judged, _ = collect(learner, 0)
+    rollout, judged, _ = collect(learner.sampler, 0)
     assert rollout.group_N.tolist() == [0, 0, 1, 1, 2, 2]
     old = measure.measure(learner.policy.model, rollout, learner.run, learner.policy.vocab)
     b = train.assembled(learner, rollout, judged, old, None)
     for epoch in (0, 1):
         parts = update.minibatches(b, learner.run, 0, epoch)
         assert [sorted(part.tolist()) for part in sorted(parts, key=lambda part: int(part.min()))] == [[0, 1], [2, 3], [4, 5]]
-    drawn = [[p.id for p in collect(learner, step)[0].prompts] for step in (0, 0, 1, 2)]
+    drawn = [[p.id for p in collect(learner.sampler, step)[0].prompts] for step in (0, 0, 1, 2)]
     assert drawn[0] == drawn[1]
     assert drawn[1] != drawn[2] != drawn[3]
 
@@ -343,7 +343,7 @@ def test_a_partial_rollout_beyond_the_model_s_context_is_refused() -> None:
 def test_a_reward_s_coin_is_that_of_the_response_s_birth() -> None:
     """Responses finished later, under the same weights, are those of the plain rollout, and so are their rewards."""
     small = {"rollout.group_size": 2, "rollout.prompts": 24}
-    plain, judged, _ = collect(learner_of(small), 0)
+    plain, judged, _ = collect(learner_of(small).sampler, 0)
 
     def told(rollout: Any, r_N: torch.Tensor) -> dict[str, list[tuple[tuple[int, ...], float]]]:
         groups: dict[str, list[tuple[tuple[int, ...], float]]] = {}
@@ -356,7 +356,7 @@ def test_a_reward_s_coin_is_that_of_the_response_s_birth() -> None:
     expected = told(plain, judged.r_N)
     learner, late = learner_of({**small, "rollout.chunk": 2}), []
     for step in range(8):
-        rollout, judged, _ = collect(learner, step)
+        rollout, judged, _ = collect(learner.sampler, step)
         for prompt, rows in told(rollout, judged.r_N).items():
             if prompt in expected and [t for t, _ in rows] == [t for t, _ in expected[prompt]]:
                 assert rows == expected[prompt]

@@ -73,7 +73,7 @@ def test_dynamic_sampling_draws_other_prompts_in_every_batch() -> None:
     learner = learner_of({"objective.sampling": {"name": "dynamic", "max_batches": 8}, "rollout.group_size": 2})
     from grpo_repro.collect import collect
 
-    rollout, _, row = collect(learner, 0)
+    rollout, _, row = collect(learner.sampler, 0)
     ids = [p.id for p in rollout.prompts]
     assert len(set(ids)) == len(ids) == row["groups/sampled"]
 
@@ -81,8 +81,8 @@ def test_dynamic_sampling_draws_other_prompts_in_every_batch() -> None:
 def test_prompts_that_nobody_solved_get_further_samples() -> None:
     from grpo_repro.collect import collect
 
-    plain, _, _ = collect(learner_of({"objective.reward": "exact_match"}), 0)
-    rollout, judged, row = collect(learner_of({"objective.reward": "exact_match", "rollout.extra": 3}), 0)
+    plain, _, _ = collect(learner_of({"objective.reward": "exact_match"}).sampler, 0)
+    rollout, judged, row = collect(learner_of({"objective.reward": "exact_match", "rollout.extra": 3}).sampler, 0)
     for g in range(6):
         solved = bool((judged.correct_N[rollout.group_N == g][:4] > 0.5).any())
         assert int((rollout.group_N == g).sum()) == (4 if solved else 7)
@@ -113,8 +113,8 @@ def test_partial_rollouts_finish_under_newer_weights_and_lose_nothing() -> None:
     assert any(row["rows/older"] > 0 for row in rows)
     late = [row for row in rows if row["rows/older"] > 0]
     assert max(row["sampler/difference"] for row in late) > 1e-3, "old tokens have the log-probs of old weights"
-    if learner.pending is not None:
-        rollout, births = learner.pending
+    if learner.sampler.pending is not None:
+        rollout, births = learner.sampler.pending
         assert len(births.step_N) == len(rollout.group_N)
         assert bool((rollout.length_N <= 8).all())
     again = learner_of({"rollout.chunk": 2, "scale.lr": 1e-2})
