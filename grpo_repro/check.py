@@ -5,27 +5,42 @@ Any ① runs with any ②, ③, ④, ⑤; this says where the combination is not
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from grpo_repro import knobs
-from grpo_repro.config import Rollout, Run
+from grpo_repro.config import Rollout, Run, Sampler, distortion
 from grpo_repro.objective import Objective
 from grpo_repro.spec import base, unbind
 
 WIDE, NARROW = 0.02, 0.01  # a trust region's width: above is a token's scale, below a sequence mean's
+MISMATCH = 0.02  # nats a token, mean |Δ log-prob| of engine and trainer: bf16 engines lie below or just above, 4 bits well above
 
 
-def check(objective: Objective, rollout: Rollout) -> list[str]:
+def check(objective: Objective, rollout: Rollout, sampler: Sampler | None = None) -> list[str]:
     """What a user should know before the run; empty where nothing is odd. Each sentence names the knobs by their YAML words."""
-    return list(_warnings(objective, rollout))
+    return list(_warnings(objective, rollout, sampler or Sampler()))
 
 
 def check_run(run: Run) -> list[str]:
-    return check(run.built(), run.rollout)
+    return check(run.built(), run.rollout, run.sampler)
 
 
-def _warnings(o: Objective, r: Rollout) -> Iterator[str]:
+def mismatch(run: Run, row: Mapping[str, float]) -> str | None:
+    """What a user should know after a step whose engine and trainer differ, with no correction, by more than MISMATCH."""
+    found = row.get("sampler/difference", 0.0)
+    if found <= MISMATCH or "sampler" in knobs.needs(run.built().correction):
+        return None
+    why, knob = "under the same weights", "sampler.weights or machine.engine"
+    if run.rollout.chunk is not None:
+        why, knob = "where responses are finished under newer weights", "rollout.chunk or sampler.weights"
+    return (
+        f"step {row['step']:.0f}: the log-probs of the engine and of the trainer differ by {found:.3f} nats a token {why} (more than "
+        f"{MISMATCH}), and nothing corrects for it: set objective.correction to {{name: truncate}}, or change {knob}."
+    )
+
+
+def _warnings(o: Objective, r: Rollout, s: Sampler) -> Iterator[str]:
     ratio, clip, advantage = (knobs.traits(slot) for slot in (o.ratio, o.clip, o.advantage))
     aggregation, kl = knobs.traits(o.aggregation), knobs.traits(o.kl)
     sequence = "sequence_level" in ratio and "token_level" not in ratio
@@ -41,11 +56,15 @@ def _warnings(o: Objective, r: Rollout) -> Iterator[str]:
         )
     if "unit" in ratio and "bounding" in clip:
         yield f"① ratio {name['ratio']} is always 1, so ② clip {name['clip']} never acts: use clip none, or ratio token."
-    if "unit" in ratio and (several or r.chunk is not None):
-        yield (
-            f"① ratio {name['ratio']} is right on-policy only, but a rollout is used for {r.updates * r.minibatches} updates"
-            f"{', and responses are finished under newer weights' if r.chunk else ''}: use ratio token, or one update."
-        )
+    late = f"the weights that draw are up to {s.staleness + s.every - 1} steps old"
+    off = {
+        f"a rollout is used for {r.updates * r.minibatches} updates": several,
+        "responses are finished under newer weights": r.chunk is not None,
+        late: s.lags,
+    }
+    if "unit" in ratio and any(off.values()):
+        reasons = ", and ".join(reason for reason, on in off.items() if on)
+        yield f"① ratio {name['ratio']} is right on-policy only, but {reasons}: use ratio token, or stay on-policy."
     if "geometric" in clip and "token_level" not in ratio:
         yield f"② clip {name['clip']} clips token ratios before their geometric mean; ① ratio {name['ratio']} has none: use token."
     if "geometric" in clip and "per_response" not in aggregation:
@@ -87,6 +106,16 @@ def _warnings(o: Objective, r: Rollout) -> Iterator[str]:
         yield (
             f"① correction {name['correction']} weighs π_old against the sampler, but rollout.anchor makes them one: it is always 1; "
             "anchor the clip to the trainer."
+        )
+    if s.lags and r.anchor == "proximal" and not corrects:
+        yield (
+            f"⑥ rollout.anchor proximal: ① ratio and ② clip see the step's own updates alone, {late}, and nothing weighs that: set "
+            "objective.correction to truncate, as decoupled PPO does, or anchor the clip to the trainer."
+        )
+    if r.anchor == "sampler" and "exact" not in knobs.traits(distortion(s)):
+        yield (
+            f"⑥ rollout.anchor sampler with sampler.weights {base(distortion(s)).__name__}: ① ratio counts the mismatch of engine and "
+            "trainer as movement of the policy, and ② clip cuts it: anchor the clip to the trainer, and set objective.correction."
         )
     unsupported = not r.keep_support and (r.top_p < 1 or r.top_k > 0)
     if unsupported and corrects:

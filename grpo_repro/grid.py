@@ -275,7 +275,8 @@ def _trained(
     pipe: Connection, run: Run, places: list[tuple[str, str]], folder: Path, cache: Path, origin: dict[str, Any], trainer: Trainer
 ) -> Record:
     began, clock = record.now(), time.perf_counter()
-    alone = run.model_copy(update={"machine": run.machine.model_copy(update={"threads": 1})})
+    machine = run.machine.model_copy(update={"threads": 1, "overlap": False})  # the cores have other runs to do
+    alone = run.model_copy(update={"machine": machine})
     rows = []
     for row in trainer(alone, cache):
         rows.append(row)

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from grpo_repro import checkpoint, paths, record, trackers
-from grpo_repro.check import check_run
+from grpo_repro.check import check_run, mismatch
 from grpo_repro.config import Run
 from grpo_repro.grid import exclusive
 from grpo_repro.progress import Progress, quiet_libraries
@@ -136,7 +136,8 @@ def _rows(run: Run, folder: RunFolder, fresh: bool) -> Generator[Row, None, None
 
     quiet_libraries()
     bar = Progress(run.name, run.scale.steps)
-    try:
+    with ExitStack() as stack:
+        stack.callback(bar.close)
         for sentence in check_run(run):
             bar.note(sentence)
         bar.say(text="loading the policy and its task")
@@ -147,8 +148,8 @@ def _rows(run: Run, folder: RunFolder, fresh: bool) -> Generator[Row, None, None
             bar.note(f"{run.name}: goes on at step {first}, from its last checkpoint.")
             bar.advance(run.name, first - 1, run.scale.steps)
         dead = sum(json.loads(line).get("groups/zero_variance") == 1.0 for line in folder.before(first))
-        told = False
-        for row in train.steps(learner, first):
+        told = warned = False
+        for row in stack.enter_context(closing(train.steps(learner, first))):
             bar.advance(run.name, int(row["step"]), run.scale.steps)
             bar.say(text=headline(row))
             flat = row.get("groups/zero_variance", 0.0)
@@ -157,6 +158,9 @@ def _rows(run: Run, folder: RunFolder, fresh: bool) -> Generator[Row, None, None
                 told = True
                 share = "every group" if flat == 1.0 else f"{flat:.0%} of the groups"
                 bar.note(f"step {row['step']:.0f}: in {share} all rewards are equal, so there is nothing to learn from them.")
+            if not warned and (warning := mismatch(run, row)):
+                warned = True
+                bar.note(warning)
             yield row
             done, every = int(row["step"]) + 1, run.machine.checkpoint_every
             if every and done % every == 0 and done < run.scale.steps:
@@ -168,8 +172,6 @@ def _rows(run: Run, folder: RunFolder, fresh: bool) -> Generator[Row, None, None
             )
         policies.save(policy, folder.policy)
         shutil.rmtree(folder.checkpoints, ignore_errors=True)
-    finally:
-        bar.close()
 
 
 def _drop_empty(path: Path) -> None:

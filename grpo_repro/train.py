@@ -6,7 +6,7 @@ One path for CPU and CUDA. No files, no global state: a step depends on the Lear
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 
 import torch
@@ -20,6 +20,7 @@ from grpo_repro.judge import Judged
 from grpo_repro.learner import Learner
 from grpo_repro.measure import Measured, exam, kl_between, measure
 from grpo_repro.objective import score
+from grpo_repro.overlap import Draw, drawing
 from grpo_repro.policy import Policy
 from grpo_repro.reference import refresh
 from grpo_repro.tasks import Task
@@ -38,20 +39,21 @@ def train(run: Run, policy: Policy, task: Task) -> Iterator[Row]:
     yield from steps(Learner.of(run, policy, task))
 
 
-def steps(learner: Learner, first: int = 0) -> Iterator[Row]:
+def steps(learner: Learner, first: int = 0) -> Generator[Row, None, None]:
     """The steps from `first` on; see `train`. Between two rows the learner is what a checkpoint holds."""
     run = learner.run
-    for step in range(first, run.scale.steps):
-        try:
-            row = one_step(learner, step)
-        except NonFinite as error:
-            raise NonFinite(f"step {step}: {error}.") from None
-        yield row
+    with drawing(learner) as draw:
+        for step in range(first, run.scale.steps):
+            try:
+                row = one_step(learner, step, draw)
+            except NonFinite as error:
+                raise NonFinite(f"step {step}: {error}.") from None
+            yield row
     yield Row(step=run.scale.steps) | exam(learner.policy, learner.task, run)
 
 
-def one_step(learner: Learner, step: int) -> Row:
-    """Rollout → rewards → advantages → μ passes of updates → what they did."""
+def one_step(learner: Learner, step: int, draw: Draw | None = None) -> Row:
+    """Rollout → rewards → advantages → μ passes of updates → what they did. `draw`: whence the rollout; drawn here by default."""
     run, policy, model = learner.run, learner.policy, learner.policy.model
     clock, row, objective = Clock(), Row(step=step), learner.bound
     if learner.reference is not None:
@@ -61,7 +63,7 @@ def one_step(learner: Learner, step: int) -> Row:
             row |= exam(policy, learner.task, run)
     with clock("sample"):
         learner.sync(step)
-        rollout, judged, found = collect(learner.sampler, step)
+        rollout, judged, found = draw(step) if draw is not None else collect(learner.sampler, step)
     with clock("old"):
         now = measure(model, rollout, run, policy.vocab, learner.critic)
         stale = learner.past.apart and run.rollout.chunk is None  # finished responses have tokens of several weights

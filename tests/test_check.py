@@ -7,10 +7,16 @@ from typing import Any
 import pytest
 
 from grpo_repro.check import check
-from grpo_repro.config import Rollout, build_objective
+from grpo_repro.config import Rollout, Sampler, build_objective
 from grpo_repro.types import UserError
 
 SEVERAL = {"updates": 2}
+
+
+def checked(objective: dict[str, Any], rollout: dict[str, Any]) -> list[str]:
+    """Of an objective with a rollout and, under its key, a sampler."""
+    sampler = Sampler(**rollout.get("sampler", {}))
+    return check(build_objective(objective), Rollout(**{k: v for k, v in rollout.items() if k != "sampler"}), sampler)
 
 
 @pytest.mark.parametrize(
@@ -25,7 +31,23 @@ SEVERAL = {"updates": 2}
         ({"ratio": "none", "clip": "ppo"}, {}, r"① ratio none is always 1, so ② clip ppo never acts"),
         ({"ratio": "none"}, SEVERAL, r"① ratio none is right on-policy only, but a rollout is used for 2 updates"),
         ({"ratio": "none"}, {"minibatches": 4}, r"used for 4 updates"),
-        ({"ratio": "none"}, {"chunk": 8}, r"finished under newer weights"),
+        ({"ratio": "none"}, {"chunk": 8}, r"① ratio none .* but responses are finished under newer weights: use"),
+        (
+            {"ratio": "none"},
+            {"sampler": {"staleness": 2}},
+            r"① ratio none .* but the weights that draw are up to 2 steps old: use",
+        ),
+        (
+            {"ratio": "none"},
+            {"sampler": {"every": 4}, **SEVERAL},
+            r"for 2 updates, and the weights that draw are up to 3 steps old",
+        ),
+        ({}, {"anchor": "proximal", "sampler": {"staleness": 1}}, r"anchor proximal: .* 1 steps old, and nothing weighs that"),
+        (
+            {},
+            {"anchor": "sampler", "sampler": {"weights": {"name": "quantised", "bits": 3}}},
+            r"anchor sampler with sampler.weights quantised: ① ratio counts the mismatch",
+        ),
         ({"advantage": "gae", "aggregation": "balanced"}, {}, r"③ advantage gae differs within a response, but ④ balanced"),
         (
             {"advantage": "gae", "ratio": "sequence"},
@@ -65,7 +87,7 @@ SEVERAL = {"updates": 2}
 def test_a_pair_that_is_not_what_it_looks_like(objective: dict[str, Any], rollout: dict[str, Any], says: str) -> None:
     import re
 
-    told = check(build_objective(objective), Rollout(**rollout))
+    told = checked(objective, rollout)
     assert any(re.search(says, sentence) for sentence in told), told
     assert all(sentence.endswith(".") and "\n" not in sentence for sentence in told)
 
@@ -80,6 +102,9 @@ def test_a_pair_that_is_not_what_it_looks_like(objective: dict[str, Any], rollou
         ({"preset": "grpo", "kl": {"name": "k2", "beta": 0.04}}, {}),
         ({"kl": {"name": "k3", "beta": 0.0}}, {}),
         ({"correction": "truncate"}, {"top_p": 0.9}),
+        ({"correction": "truncate"}, {"anchor": "proximal", "sampler": {"staleness": 2}}),
+        ({}, {"sampler": {"staleness": 2, "weights": "quantised"}}),
+        ({}, {"anchor": "proximal"}),
         ({"clip": "kl_penalty", "aggregation": "token_mean"}, SEVERAL),
         ({"step": "trpo"}, {}),
         ({"advantage": "batch_zscore", "ratio": "sequence", "clip": "none"}, {}),
@@ -87,7 +112,7 @@ def test_a_pair_that_is_not_what_it_looks_like(objective: dict[str, Any], rollou
     ],
 )
 def test_a_sound_objective_is_not_warned_about(objective: dict[str, Any], rollout: dict[str, Any]) -> None:
-    assert check(build_objective(objective), Rollout(**rollout)) == []
+    assert checked(objective, rollout) == []
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_repro import checkpoint, single, start, train
+from grpo_repro import checkpoint, overlap, single, start, train
 from grpo_repro.config import Run, merged, parse_run
 from grpo_repro.learner import Learner
 from grpo_repro.types import UserError
@@ -32,6 +32,10 @@ CARRIED: dict[str, dict[str, Any]] = {
     "moving reference": {"reference.refresh": "ema", "reference.decay": 0.5},
     "reset reference": {"reference.refresh": "reset", "reference.every": 2, "reference.reset_optimizer": True},
     "sgd": {"scale.optimizer": "sgd"},
+    "stale": {"sampler.staleness": 2},
+    "stale, seldom, quantised": {"sampler.staleness": 1, "sampler.every": 2, "sampler.weights": {"name": "quantised", "bits": 3}},
+    "noisy": {"sampler.weights": {"name": "noise", "sigma": 0.1}, "objective.correction": "truncate"},
+    "stale, unfinished": {"sampler.staleness": 1, "rollout.chunk": 2, "rollout.group_size": 2, "rollout.prompts": 8},
     "top-p, unfinished": {"rollout.chunk": 2, "rollout.top_p": 0.8},
 }
 
@@ -51,6 +55,7 @@ def test_stopped_and_resumed_is_the_same_run(carried: dict[str, Any], tmp_path: 
     rows = list(train.steps(whole))
     stopped = learner_of(carried)
     list(itertools.islice(train.steps(stopped), 3))
+    assert (stopped.sampler.pending is not None) == ("rollout.chunk" in carried), "or nothing unfinished is tested"
     checkpoint.save(stopped, 3, tmp_path)
     resumed = learner_of(carried)
     assert checkpoint.load(resumed, tmp_path) == 3
@@ -89,10 +94,10 @@ def stopped_at_step_5(run: Run, out: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """A run that is interrupted in its sixth step."""
     original = train.one_step
 
-    def dies(learner: Learner, step: int) -> dict[str, float]:
+    def dies(learner: Learner, step: int, draw: overlap.Draw) -> dict[str, float]:
         if step == 5:
             raise KeyboardInterrupt
-        return original(learner, step)
+        return original(learner, step, draw)
 
     with monkeypatch.context() as patch:
         patch.setattr(train, "one_step", dies)
