@@ -55,6 +55,10 @@ class Rollout(Strict):
         description="whose log-probs are π_old, the clip's anchor: the trainer's under the weights of the last sync (with partial "
         "rollouts, as proximal), the trainer's at the start of the step (decoupled PPO, 2110.00641), what the engine recorded",
     )
+    reuse: NonNegative = Field(
+        default=0.0,
+        description="mean |Δ log-prob| of engine and trainer up to which (probed in each rollout) the engine's stand for π_old; 0: never",
+    )
     extra: int = Field(default=0, ge=0, description="further samples for a prompt of which no response was right (ragged groups)")
     weights: dict[str, NonNegative] = Field(
         default_factory=dict,

@@ -38,7 +38,8 @@ def swap(model: PreTrainedModel, compute: torch.dtype) -> PreTrainedModel:
 def compute_dtype(model: PreTrainedModel) -> torch.dtype:
     """The dtype of the operands of the model's products."""
     head = model.get_output_embeddings()
-    return head.compute if isinstance(head, Linear) else head.weight.dtype
+    full = isinstance(head, Linear) and head.weight.dtype in FULL
+    return head.compute if full else head.weight.dtype
 
 
 def product(x: Tensor, w_ON: Tensor, b: Tensor | None = None) -> Tensor:

@@ -103,4 +103,6 @@ def _optimizer(run: Run, model: PreTrainedModel, critic: Critic | None) -> torch
     if scale.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=scale.lr, weight_decay=scale.weight_decay, fused=True)
     betas = (scale.beta1, scale.beta2)
-    return torch.optim.AdamW(groups, lr=scale.lr, betas=betas, weight_decay=scale.weight_decay, fused=True)  # one pass over memory
+    return torch.optim.AdamW(
+        groups, lr=scale.lr, betas=betas, weight_decay=scale.weight_decay, fused=True
+    )  # one pass over memory

@@ -97,23 +97,24 @@ def entropy(entropy_NT: Tensor, mask_NT: Tensor, positions: Mapping[str, Tensor]
     return row | {f"entropy/{k}": float(entropy_NT[at_NT].mean()) for k, at_NT in positions.items() if at_NT.any()}
 
 
-def sampler(drew_NT: Tensor, b: Minibatch) -> dict[str, float]:
+def sampler(totals: Totals, drew_NT: Tensor, b: Minibatch) -> None:
     """How the engine that drew the tokens differs from the trainer under the weights of the last sync (`drew_NT`).
 
     sampler/difference, sampler/difference/max: |Δ log-prob| of the drawn tokens, mean and largest · sampler/k3: KL(engine‖trainer), in
-    nats a token · sampler/ess: effective sample size of π_old/π_sampler, token by token · sampler/age: steps that its weights lag behind
+    nats a token · sampler/ess: effective sample size of π_old/π_sampler, token by token. Over the whole rollout; where π_old is
+    deferred to its only update, over the tokens in that; where the engine's log-probs are reused, sampler/difference of the probe ·
+    sampler/reused: 1 where they were · sampler/age: steps that the weights that drew lag behind
     """
-    sampled = b.sampler_NT[b.mask_NT]
-    if not len(sampled):
-        return {}
+    sampled, count = b.sampler_NT[b.mask_NT], b.mask_NT.sum()
+    if not count:
+        return
     d = drew_NT[b.mask_NT] - sampled
     w = torch.exp((b.old_NT[b.mask_NT] - sampled).double().clamp(-ratio.BOUND, ratio.BOUND))
-    return {
-        "sampler/difference": float(d.abs().mean()),
-        "sampler/difference/max": float(d.abs().max()),
-        "sampler/k3": float(kl.ESTIMATES["k3"](d.double().clamp(-kl.BOUND, kl.BOUND)).mean()),
-        "sampler/ess": float(w.sum() ** 2 / (len(w) * (w**2).sum())),
-    }
+    totals.mean("sampler/difference", d.abs().sum(), count)
+    totals.largest("sampler/difference/max", d.abs().max())
+    totals.mean("sampler/k3", kl.ESTIMATES["k3"](d.double().clamp(-kl.BOUND, kl.BOUND)).sum(), count)
+    totals.mean("_rho", w.sum(), count)
+    totals.mean("_rho2", (w**2).sum(), count)
 
 
 def update(totals: Totals, parts: Parts, b: Minibatch, loss: Tensor) -> None:
@@ -143,15 +144,17 @@ def update(totals: Totals, parts: Parts, b: Minibatch, loss: Tensor) -> None:
 
 
 def finish(totals: Totals, updates: int) -> dict[str, float]:
-    """The update metrics as numbers; see `update`."""
+    """The update metrics as numbers; see `update` and `sampler`."""
     totals.counts["loss"] = updates
     row = totals.numbers()
+    rho, rho2 = row.pop("_rho", None), row.pop("_rho2", None)
+    if rho is not None and rho2 is not None:
+        row["sampler/ess"] = rho**2 / rho2
     mean, mean_square = row.pop("_w", None), row.pop("_w2", None)
-    if mean is None or mean_square is None:
-        return row
-    row["ratio"] = mean
-    row["ratio/std"] = max(mean_square - mean**2, 0.0) ** 0.5
-    row["ess"] = mean**2 / mean_square
+    if mean is not None and mean_square is not None:
+        row["ratio"] = mean
+        row["ratio/std"] = max(mean_square - mean**2, 0.0) ** 0.5
+        row["ess"] = mean**2 / mean_square
     return row
 
 

@@ -7,11 +7,11 @@ One path for CPU and CUDA. No files, no global state: a step depends on the Lear
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from dataclasses import replace
 
 import torch
 
 from grpo_repro import adaptive, metrics
+from grpo_repro.anchor import Anchor, anchored
 from grpo_repro.clock import Clock
 from grpo_repro.collect import collect
 from grpo_repro.config import Run
@@ -65,36 +65,37 @@ def one_step(learner: Learner, step: int, draw: Draw | None = None) -> Row:
         learner.sync(step)
         rollout, judged, found = draw(step) if draw is not None else collect(learner.sampler, step)
     with clock("old"):
-        now = measure(model, rollout, run, policy.vocab, learner.critic)
-        stale = learner.past.apart and run.rollout.chunk is None  # finished responses have tokens of several weights
-        drew = measure(learner.past.model, rollout, run, policy.vocab) if stale else now
-        old = now if run.rollout.anchor == "proximal" else replace(drew, value_NT=now.value_NT)
+        a = anchored(learner, rollout)
         ref = measure(learner.reference, rollout, run, policy.vocab) if learner.reference is not None else None
-    b = assembled(learner, rollout, judged, old, ref)
+    b = assembled(learner, rollout, judged, a, ref)
     scored = score(objective, b)
     before = [p.detach().clone() for p in model.parameters()] if run.scale.monitor else []
     with clock("update"):
-        totals, made = update(learner, objective, rollout, scored, now, ref, step)
+        totals, made = update(learner, objective, rollout, scored, a.now, ref, step)
     row |= metrics.responses(rollout, judged) | metrics.groups(b, scored) | found
-    row |= metrics.entropy(drew.entropy_NT, rollout.mask_NT, judged.positions) | metrics.finish(totals, made)
-    row |= metrics.sampler(drew.logp_NT, b) | {"sampler/age": float(step - learner.sampler.version)}
-    if drew is not now:
-        row |= metrics.moved("lag", now.logp_NT, drew.logp_NT, rollout.mask_NT, kl_between(drew, now, rollout.mask_NT))
+    if a.measured:
+        metrics.sampler(totals, a.drew.logp_NT, b)
+    row |= metrics.entropy(a.drew.entropy_NT, rollout.mask_NT, judged.positions) | metrics.finish(totals, made)
+    row |= {"sampler/age": float(step - learner.sampler.version), "sampler/reused": float(a.reused)}
+    if a.difference is not None:
+        row["sampler/difference"] = a.difference
+    if a.lags:
+        row |= metrics.moved("lag", a.now.logp_NT, a.drew.logp_NT, rollout.mask_NT, kl_between(a.drew, a.now, rollout.mask_NT))
     if ref is not None:
-        row |= metrics.moved("ref", ref.logp_NT, drew.logp_NT, rollout.mask_NT, kl_between(drew, ref, rollout.mask_NT))
+        row |= metrics.moved("ref", ref.logp_NT, a.drew.logp_NT, rollout.mask_NT, kl_between(a.drew, ref, rollout.mask_NT))
     if learner.critic is not None:
         row |= explained_variance(scored.b.value_NT, scored.b.target_NT, scored.b.mask_NT)
     if run.scale.monitor or learner.states:
         with clock("measure"):
             new = measure(model, rollout, run, policy.vocab)
-        row |= metrics.moved("old", new.logp_NT, old.logp_NT, rollout.mask_NT, kl_between(old, new, rollout.mask_NT))
+        row |= metrics.moved("old", new.logp_NT, a.old.logp_NT, rollout.mask_NT, kl_between(a.old, new, rollout.mask_NT))
         row |= {"update/norm": metrics.distance(before, model.parameters())} if before else {}
     learner.states = adaptive.updated(learner.objective, learner.states, row)
     row |= {f"state/{slot}/{name}": value for slot, state in learner.states.items() for name, value in state.items()}
     return row | clock.row()
 
 
-def assembled(learner: Learner, rollout: Rollout, judged: Judged, old: Measured, ref: Measured | None) -> Minibatch:
+def assembled(learner: Learner, rollout: Rollout, judged: Judged, a: Anchor, ref: Measured | None) -> Minibatch:
     """What the objective may read of a rollout."""
     weights = learner.run.rollout.weights
     weight_G = torch.tensor([weights.get(prompt.level, 1.0) for prompt in rollout.prompts], device=rollout.group_N.device)
@@ -105,10 +106,10 @@ def assembled(learner: Learner, rollout: Rollout, judged: Judged, old: Measured,
         length_N=rollout.length_N,
         cut_N=rollout.cut_N,
         limit=learner.limit,
-        old_NT=rollout.sampler_NT if learner.run.rollout.anchor == "sampler" else old.logp_NT,
+        old_NT=a.old_NT,
         sampler_NT=rollout.sampler_NT,
         ref_NT=ref.logp_NT if ref is not None else ABSENT,
-        value_NT=old.value_NT,
+        value_NT=a.now.value_NT,
         step_end_NT=judged.step_end_NT,
         step_r_NT=judged.step_r_NT,
         prompt_weight_N=weight_G[rollout.group_N] if weights else ABSENT,

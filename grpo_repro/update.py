@@ -45,6 +45,8 @@ class Work:
             exact_ref = self.ref_NTV[rows_K] if self.ref_NTV is not None else None
             temperature = learner.run.rollout.temperature
             now = forward(learner.policy.model, part, temperature, exact_ref=exact_ref, value_head=learner.critic)
+            if micro.old_NT is None:  # deferred: the policy before the rollout's only update
+                micro = replace(micro, old_NT=now.logp_NT.detach())
             value, parts = loss(self.objective, now, micro, self.norm)
             yield value, parts, now, micro
 
@@ -96,6 +98,8 @@ def take(work: Work, totals: metrics.Totals) -> None:
             value.backward()
             total += float(value.detach())
             metrics.update(totals, parts, micro, value)
+            if work.b.old_NT is None:
+                metrics.sampler(totals, micro.old_NT, micro)
         size = torch.nn.utils.clip_grad_norm_(learner.parameters, learner.run.scale.grad_clip)
         if not torch.isfinite(size + total):
             raise NonFinite(

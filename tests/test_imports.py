@@ -22,7 +22,7 @@ MODULES = {
 ORDER = """
     types uniform clock strict_yaml paths progress spec equality verify reward_model tasks knobs weights objective adaptive
     presets config check catalogue exact tour reference smollm2 layers policy critic packed logprobs rollout sampler learner
-    warmstart preferences start judge collect overlap metrics measure update checkpoint distributed train record trackers stats
+    warmstart preferences start judge collect overlap metrics measure anchor update checkpoint distributed train record trackers stats
     claims ablation grid single style figures report notebook doctor explain scaffold cli __main__
 """.split()  # noqa: SIM905
 

@@ -298,13 +298,17 @@ def test_the_metrics_by_hand() -> None:
     rest = {"r_N": torch.zeros(1), "group_N": torch.zeros(1, dtype=torch.int64), "length_N": torch.tensor([2])}
     old = p + torch.tensor([[2.0, 1.0, 7.0]]).log()
     b = Minibatch(mask_NT=mask, cut_N=torch.tensor([False]), limit=3, old_NT=old, sampler_NT=p, **rest)
-    assert metrics.sampler(drew, b) == {
+    totals = metrics.Totals()
+    metrics.sampler(totals, drew, b)
+    assert metrics.finish(totals, 1) == {
         "sampler/difference": pytest.approx(0.15),
         "sampler/difference/max": pytest.approx(0.2),
         "sampler/k3": pytest.approx((0.0214027582 + 0.0048374180) / 2, rel=1e-4),
         "sampler/ess": pytest.approx(9 / (2 * 5)),
     }
-    assert metrics.sampler(drew, replace(b, mask_NT=torch.zeros(1, 3, dtype=torch.bool))) == {}
+    empty = metrics.Totals()
+    metrics.sampler(empty, drew, replace(b, mask_NT=torch.zeros(1, 3, dtype=torch.bool)))
+    assert metrics.finish(empty, 1) == {}
 
 
 def test_a_mismatch_is_told_once_and_names_the_knobs(
