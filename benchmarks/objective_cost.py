@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from grpo_repro import knobs, paths, presets, record, start
+from grpo_repro.anchor import Anchor
 from grpo_repro.collect import collect
 from grpo_repro.config import Run, parse_run
 from grpo_repro.learner import Learner
@@ -68,7 +69,7 @@ def pairs(name: str, repeats: int) -> dict[str, Any]:
     began = time.perf_counter()
     old = measure(policy.model, rollout, run, policy.vocab)
     scored_forward = time.perf_counter() - began
-    b = score(ALL_ON, assembled(learner, rollout, judged, old, old)).b
+    b = score(ALL_ON, assembled(learner, rollout, judged, Anchor.at(old), old)).b
     norm = Norm.of(b)
 
     def update(of: Callable[..., Any]) -> float:

@@ -28,6 +28,11 @@ class Anchor:
     reused: bool = False
     difference: float | None = None  # mean |Δ log-prob| of engine and trainer that the probe found
 
+    @classmethod
+    def at(cls, policy: Measured) -> Anchor:
+        """The policy that drew is the trainer as it is now, and π_old."""
+        return cls(policy, policy, policy, policy.logp_NT)
+
     @property
     def measured(self) -> bool:
         """Whether `drew` is the trainer's own, not the engine's."""

@@ -121,6 +121,9 @@ class Machine(Strict):
     device: str = "auto"
     threads: int = Field(default=0, ge=0, description="torch threads; 0: leave as it is")
     token_budget: int = Field(default=16384, ge=1, description="padded tokens a micro-batch, prompt included")
+    gradient_checkpointing: bool = Field(
+        default=False, description="compute layers again in the backward pass: less memory, slower"
+    )
     batch_rows: int = Field(default=512, ge=1, description="rows decoded at once")
     engine: Literal["decoder", "transformers"] = "decoder"
     overlap: bool = Field(

@@ -1,7 +1,8 @@
 """The model's own linear layers and norms, computed faster: same parameters, same mathematics, on CPU and GPU.
 
-`swap` changes the class of a loaded model's modules in place. Why it pays (results/reports/benchmark has the figures):
-  products   on CPUs torch hands fp32 products to MKL, which uses half of the vector width on AMD; oneDNN uses all of it. With
+`swap` changes the class of a loaded model's modules in place. On a GPU that is torch's own fused norm, and autocast for `compute:
+bfloat16`. On a CPU (results/reports/benchmark has the figures):
+  products   torch hands fp32 products to MKL, which uses half of the vector width on AMD; oneDNN uses all of it. With
              `compute: bfloat16` the operands are rounded to bf16, sums and everything between products stay in fp32, the
              master weights too.
   norms      the textbook RMSNorm is a dozen memory-bound operations with their backwards; this is four.
@@ -9,6 +10,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 FULL = (torch.float32, torch.float64)
 NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")  # w · x / rms(x), nothing more
@@ -35,11 +38,27 @@ def swap(model: PreTrainedModel, compute: torch.dtype) -> PreTrainedModel:
     return model
 
 
+def checkpointed(model: PreTrainedModel) -> PreTrainedModel:
+    """Keep only each decoder layer's input for the backward pass and compute the rest again: less memory, a third more work."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True  # it checkpoints only when training; its own modules stay as they are, without dropout
+    return model
+
+
 def compute_dtype(model: PreTrainedModel) -> torch.dtype:
     """The dtype of the operands of the model's products."""
     head = model.get_output_embeddings()
     full = isinstance(head, Linear) and head.weight.dtype in FULL
     return head.compute if full else head.weight.dtype
+
+
+def computing(model: PreTrainedModel) -> AbstractContextManager[Any]:
+    """What the model's forward passes run under: bf16 autocast on a GPU where its products are bf16 on fp32 weights."""
+    dtype = compute_dtype(model)
+    rounded = model.device.type != "cpu" and dtype != model.dtype
+    return torch.autocast(model.device.type, dtype) if rounded else nullcontext()
 
 
 def product(x: Tensor, w_ON: Tensor, b: Tensor | None = None) -> Tensor:
@@ -80,7 +99,7 @@ class Linear(nn.Linear):
     compute: torch.dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype != torch.float32:
+        if x.dtype != torch.float32 or x.device.type != "cpu":
             return super().forward(x)
         if self.compute != torch.float32:
             return _RoundedProduct.apply(x, self.weight, self.bias, self.compute)

@@ -150,10 +150,11 @@ def _inputs(r: Rollout) -> dict[str, Any]:
 
 def _hidden(model: PreTrainedModel, r: Rollout) -> Tensor:
     """The states that predict live tokens, [M, D]: the state at slot P − 1 + t predicts response token t."""
-    if packed.supports(model):
-        return packed.hidden(model, r)
     P, T = r.prompt_NP.shape[1], r.response_NT.shape[1]
-    states_NSD = model.base_model(**_inputs(r)).last_hidden_state
+    with layers.computing(model):
+        if packed.supports(model):
+            return packed.hidden(model, r)
+        states_NSD = model.base_model(**_inputs(r)).last_hidden_state
     return states_NSD[:, P - 1 : P + T - 1][r.mask_NT]
 
 
@@ -171,7 +172,9 @@ def _logits(model: PreTrainedModel, r: Rollout, hidden_MD: Tensor = ABSENT) -> T
     if model.config.model_type in PLAIN_HEADS:
         return _upcast(model.get_output_embeddings()(_hidden(model, r) if hidden_MD is None else hidden_MD))
     P, T = r.prompt_NP.shape[1], r.response_NT.shape[1]
-    return _upcast(model(**_inputs(r)).logits[:, P - 1 : P + T - 1][r.mask_NT])
+    with layers.computing(model):
+        logits_NSV = model(**_inputs(r)).logits
+    return _upcast(logits_NSV[:, P - 1 : P + T - 1][r.mask_NT])
 
 
 def _upcast(x: Tensor) -> Tensor:

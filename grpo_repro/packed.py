@@ -7,15 +7,15 @@ up as they do when each response carries its own copy. The last token of a respo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from grpo_repro.types import Rollout
 
@@ -47,13 +47,18 @@ def supports(model: PreTrainedModel) -> bool:
     return config.model_type in ARCHITECTURES and not windowed and not mistral_window
 
 
+def attach(model: PreTrainedModel) -> None:
+    """Let the model attend through `_attend`, which for all but packed rows is transformers' own scaled dot-product attention."""
+    model.config._attn_implementation = ATTENTION
+
+
 def hidden(model: PreTrainedModel, r: Rollout) -> Tensor:
     """The states that predict live tokens, [M, D], in the order of `r.mask_NT`'s True entries."""
+    attach(model)
     lay = layout(r)
-    with _attention(model):
-        states_1SD = model.base_model(
-            input_ids=lay.token_1S, position_ids=lay.position_1S, use_cache=False, layout=lay
-        ).last_hidden_state
+    states_1SD = model.base_model(
+        input_ids=lay.token_1S, position_ids=lay.position_1S, use_cache=False, layout=lay
+    ).last_hidden_state
     return states_1SD[0].index_select(0, lay.predicts_M)
 
 
@@ -117,30 +122,20 @@ def _slots(there: Tensor, start: int) -> tuple[Tensor, int]:
     return (count.view(there.shape) - 1 + start).masked_fill(~there, 0), start + int(count[-1]) if count.numel() else start
 
 
-@contextmanager
-def _attention(model: PreTrainedModel) -> Iterator[None]:
-    """The model attends through `_attend` inside."""
-    config = model.config
-    before, config._attn_implementation = config._attn_implementation, ATTENTION
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-
-
 def _attend(
     module: Any,
     q_1HSd: Tensor,
     k_1KSd: Tensor,
     v_1KSd: Tensor,
-    _: Any,
+    mask: Any,
     scaling: float,
-    layout: Layout,
+    layout: Layout | None = None,
     dropout: float = 0.0,
-    **unused: Any,
+    **rest: Any,
 ) -> tuple[Tensor, None]:
     """Attention of a packed row: prompts among themselves, responses over their prompt and themselves. Returns [1, S, H, d]."""
-    lay = layout
+    if (lay := layout) is None:
+        return sdpa_attention_forward(module, q_1HSd, k_1KSd, v_1KSd, mask, scaling=scaling, dropout=dropout, **rest)
     wide = torch.float32 if q_1HSd.device.type == "cpu" else q_1HSd.dtype  # bf16 attention is slow on CPUs, its backward very
     q, k, v = (x[0].transpose(0, 1).to(torch.promote_types(x.dtype, wide)) for x in (q_1HSd, k_1KSd, v_1KSd))
     grouped = q.shape[1] != k.shape[1]
@@ -165,3 +160,4 @@ def _at(x_SHd: Tensor, slot: Tensor) -> Tensor:
 
 
 AttentionInterface.register(ATTENTION, _attend)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)

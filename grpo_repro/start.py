@@ -20,6 +20,8 @@ from grpo_repro.types import UserError
 def load(run: Run, cache: Path) -> tuple[Policy, Task]:
     """The policy and the task of a run; warm starts, reward models and converted weights are kept under `cache`."""
     policy, task = _policy_and_task(run, cache)
+    if run.machine.gradient_checkpointing:
+        layers.checkpointed(policy.model)
     if preferences.wanted(unbind(run.built().reward)):
         task = replace(task, models={preferences.WORD: str(preferences.prepare(task.name, run.seed, cache))})
     return policy, task

@@ -20,6 +20,7 @@ from test_loop import config, learner_of, parameters, rows_of
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from grpo_repro import knobs, measure, metrics, policy, start, train, update
+from grpo_repro.anchor import Anchor
 from grpo_repro.collect import collect
 from grpo_repro.learner import Learner
 from grpo_repro.logprobs import forward, logprobs_from_logits
@@ -135,7 +136,7 @@ def test_m07_a_step_without_a_token_is_skipped() -> None:
     train.one_step(learner, 0)
     rollout, judged, _ = collect(learner.sampler, 1)
     old = measure.measure(learner.policy.model, rollout, learner.run, learner.policy.vocab)
-    scored = score(learner.objective, train.assembled(learner, rollout, judged, old, None))
+    scored = score(learner.objective, train.assembled(learner, rollout, judged, Anchor.at(old), None))
     hidden = replace(scored, b=replace(scored.b, mask_NT=torch.zeros_like(scored.b.mask_NT)))
     before = parameters(learner)
     totals, made = update.update(learner, learner.objective, rollout, hidden, old, None, 1)
@@ -158,7 +159,7 @@ def test_g08_a_rollout_is_repeated_whole_and_the_next_has_other_prompts() -> Non
     rollout, judged, _ = collect(learner.sampler, 0)
     assert rollout.group_N.tolist() == [0, 0, 1, 1, 2, 2]
     old = measure.measure(learner.policy.model, rollout, learner.run, learner.policy.vocab)
-    b = train.assembled(learner, rollout, judged, old, None)
+    b = train.assembled(learner, rollout, judged, Anchor.at(old), None)
     for epoch in (0, 1):
         parts = update.minibatches(b, learner.run, 0, epoch)
         assert [sorted(part.tolist()) for part in sorted(parts, key=lambda part: int(part.min()))] == [[0, 1], [2, 3], [4, 5]]

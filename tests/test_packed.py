@@ -110,14 +110,35 @@ def test_a_mixture_of_experts_is_packed_too() -> None:
         torch.testing.assert_close(got[n, : len(row)], row, atol=1e-4, rtol=0)
 
 
-def test_the_model_attends_as_before_afterwards() -> None:
+def test_padded_rows_are_attended_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once attached, transformers' own calls (generate, padded batches) still run its scaled dot-product attention, bit for bit."""
+    model = models.random_model("llama")
+    ids = torch.arange(24).view(2, 12) % models.V
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    before = model(ids, attention_mask=mask).logits
+    packed.attach(model)
+    assert torch.equal(model(ids, attention_mask=mask).logits, before)
+    assert packed.ATTENTION not in str(model.config.to_dict())  # nothing of it is saved
+
+
+def test_gradient_checkpointing_sees_the_same_layout() -> None:
+    """Layers that are computed again in the backward pass attend to the packed row as they did in the forward pass."""
     model, r = drawn("llama")
-    before = model.config._attn_implementation
-    packed.hidden(model, r)
-    assert model.config._attn_implementation == before != packed.ATTENTION
-    with pytest.raises(IndexError):
-        packed.hidden(model, replace(r, response_NT=r.response_NT + 1000))
-    assert model.config._attn_implementation == before
+    plain = torch.autograd.grad(forward(model, r, 1.0).logp_NT.sum(), list(model.parameters()))
+    layers.checkpointed(model)
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.numel()), t)[1], lambda t: t):
+        logp_NT = forward(model, r, 1.0).logp_NT
+    few = sum(saved)
+    for a, b in zip(torch.autograd.grad(logp_NT.sum(), list(model.parameters())), plain, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-9)
+    for layer in model.model.layers:
+        layer.training = False
+    saved.clear()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.numel()), t)[1], lambda t: t):
+        forward(model, r, 1.0)
+    assert few < 0.5 * sum(saved)
 
 
 def test_sliding_windows_are_refused() -> None:

@@ -151,7 +151,7 @@ class _Weights:
 
         def packed(*parts: nn.Linear) -> Packed:
             bias = torch.cat([p.bias for p in parts]) if parts[0].bias is not None else None
-            return Packed(torch.cat([p.weight for p in parts]), bias, dtype, rows)
+            return Packed(torch.cat([p.weight.to(dtype) for p in parts]), bias, dtype, rows)
 
         layers = []
         for layer in core.layers:
