@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo_repro import config, knobs
+from grpo_repro import config, knobs, layers
 from grpo_repro.config import Run
 from grpo_repro.objective import Objective
 from grpo_repro.policy import Policy
@@ -54,9 +54,15 @@ class Sampler:
             distort = config.distortion(self.run.sampler)
             for number, (name, p) in enumerate(self.policy.model.named_parameters()):
                 new = distort(exact[name].to(p.device), (self.run.seed, version, number))
-                if (p.shape, p.dtype) != (new.shape, new.dtype):  # of a model that was made without its weights
+                if (p.shape, p.dtype) != (
+                    new.shape,
+                    new.dtype,
+                ):  # another precision, or a model that was made without its weights
                     p.data = torch.empty_like(new)
                 p.copy_(new)
+            for module in self.policy.model.modules():
+                if isinstance(module, layers.Linear) and module.weight.dtype not in layers.FULL:
+                    module.compute = module.weight.dtype  # half precision runs in half precision
         self.version = version
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import signal
@@ -16,7 +17,7 @@ import models
 import pytest
 import torch
 
-from grpo_repro import checkpoint, config, metrics, overlap, single, start, train, weights
+from grpo_repro import checkpoint, config, layers, metrics, overlap, single, start, train, weights
 from grpo_repro.check import mismatch
 from grpo_repro.config import Run, merged, parse_run
 from grpo_repro.learner import Learner
@@ -189,6 +190,8 @@ def test_only_the_copy_that_draws_is_distorted(exactness: Any, least: float, mos
         assert torch.equal(q, distort(p.detach(), (0, 1, number))), name
         assert q.dtype == (torch.bfloat16 if exactness == "bfloat16" else torch.float32)
         assert not q.requires_grad
+    assert layers.compute_dtype(learner.sampler.policy.model) == q.dtype
+    assert layers.compute_dtype(learner.policy.model) == torch.float32
 
 
 def test_bad_settings_are_one_sentence() -> None:
@@ -258,6 +261,21 @@ def plain(model: Any, rollout: Rollout) -> torch.Tensor:
     for n, logp in enumerate(models.plain_logp(model, rollout, 1.0)):
         logp_NT[n, : len(logp)] = logp.detach()
     return logp_NT
+
+
+def test_a_natural_step_trusts_the_region_around_the_weights_that_it_starts_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KL(π_now‖π_θ) ≤ δ, however far the sampler lags: the distributions handed to the updates are those before the first of them."""
+    learner = learner_of({"sampler.staleness": 2, "objective.step": {"name": "trpo", "max_kl": 0.005}, "objective.clip": "none"})
+    handed: list[Any] = []
+    original = train.update
+    monkeypatch.setattr(train, "update", lambda *a: (handed.append(a), original(*a))[1])
+    for step in range(3):
+        before = copy.deepcopy(learner.policy.model)
+        row = train.one_step(learner, step)
+        rollout, old = handed[-1][2], handed[-1][4]
+        assert torch.allclose(old.logp_NT, plain(before, rollout), atol=1e-5)
+        assert row["trpo/kl"] <= 0.005
+    assert row["kl_lag/exact"] > 0.001
 
 
 def test_the_clip_sees_the_lag_and_a_correction_weighs_it(monkeypatch: pytest.MonkeyPatch) -> None:
