@@ -10,7 +10,6 @@ import fcntl
 import json
 import multiprocessing
 import os
-import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_repro import paths, record
 from grpo_repro.check import check_run
 from grpo_repro.config import Run
-from grpo_repro.progress import Progress, lock_of_threads
+from grpo_repro.progress import Progress, deaf_children, lock_of_threads
 from grpo_repro.record import Record, Row
 from grpo_repro.types import UserError
 
@@ -230,17 +229,16 @@ def _now(grid: Grid, before: int, total: int) -> tuple[int, int, list[str]]:
 
 
 def _spawn(folder: Path, origin: Mapping[str, Any], trainer: Trainer) -> Worker:
-    """A fresh process. Its environment must be set before its libraries load; Ctrl-C is the parent's to handle."""
+    """A fresh process. Its environment must be set before its libraries load."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_work, args=(theirs, folder, paths.cache(), dict(origin), trainer), daemon=True)
     saved = {name: os.environ.get(name) for name in WORKER_ENV}
     os.environ.update(WORKER_ENV)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: a worker never sees Ctrl-C
     try:
-        process.start()
+        with deaf_children():
+            process.start()
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for name, value in saved.items():
             if value is None:
                 del os.environ[name]

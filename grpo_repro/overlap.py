@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import os
 import queue
-import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from grpo_repro.collect import Row, collect
 from grpo_repro.judge import Judged
 from grpo_repro.learner import Learner
-from grpo_repro.progress import lock_of_threads, quiet_libraries
+from grpo_repro.progress import deaf_children, lock_of_threads, quiet_libraries
 from grpo_repro.sampler import Layout, Sampler, views
 from grpo_repro.types import NonFinite, Rollout, UserError
 
@@ -64,11 +63,8 @@ class Ahead:
         place, threads = device or str(sampler.policy.device), torch.get_num_threads()
         arguments = theirs, begun, past.layout, past.slots, place, threads
         self.process = context.Process(target=_work, args=arguments, daemon=True)
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: Ctrl-C is the trainer's to handle
-        try:
+        with deaf_children():
             self.process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         theirs.close()  # or its end would not be seen
 
     def take(self, step: int) -> tuple[Rollout, Judged, Row]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from typing import Any
 
 from tqdm import tqdm
@@ -75,6 +79,17 @@ def quiet_libraries() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+
+
+@contextmanager
+def deaf_children() -> Iterator[None]:
+    """A process that is started inside never sees Ctrl-C, which a terminal sends to all: it is the parent's to handle."""
+    resource_tracker.ensure_running()  # or the first start would do it, and unblock the signal behind our back
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def lock_of_threads() -> None:

@@ -391,6 +391,8 @@ def test_a_dead_process_is_one_sentence_and_an_interrupt_leaves_none_behind() ->
     steps = train.steps(learner)
     next(steps)
     (child,) = children()
+    os.kill(child.pid, signal.SIGINT)  # a terminal's Ctrl-C reaches every process; the trainer handles it
+    assert [row["step"] for row in islice(steps, 2)] == [1, 2]
     os.kill(child.pid, signal.SIGKILL)
     with pytest.raises(UserError, match=r"step \d: the process that draws has died \(exit code -9; out of memory\?\): the same"):
         list(steps)
