@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from grpo_repro import knobs
-from grpo_repro.judge import Judged, judge
+from grpo_repro.judge import Judged, joined, judge
 from grpo_repro.rollout import Births, Decoding, join, proceed, sample
 from grpo_repro.sampler import Sampler
 from grpo_repro.spec import unbind
@@ -72,10 +72,11 @@ def _dynamic(sampler: Sampler, step: int) -> tuple[Rollout, Judged, Row]:
     wanted, spec = sampler.run.rollout.prompts, unbind(sampler.objective.sampling)
     most = int(spec["max_batches"]) if isinstance(spec, dict) else 1
     parts: list[Rollout] = []
+    verdicts: list[Judged] = []
     for batch in range(most):
         parts.append(_sample(sampler, step, batch, sampler.run.rollout.group_size))
-        rollout = join(parts)
-        judged = _judged(sampler, rollout, step)
+        verdicts.append(_judged(sampler, parts[-1], step, Births.of(batch * wanted + parts[-1].group_N, step)))
+        rollout, judged = join(parts), joined(verdicts)
         kept_N = sampler.objective.sampling(judged.r_N, rollout.group_N)
         mixed = torch.unique(rollout.group_N[kept_N])
         if len(mixed) >= wanted:
@@ -110,8 +111,9 @@ def _extra(sampler: Sampler, rollout: Rollout, step: int) -> tuple[Rollout, Judg
     if not any(sizes):
         return rollout, judged, row
     more = _sample(sampler, step, 0, sizes, first_member=size)
-    both = join([rollout, more], groups=[rollout.group_N, more.group_N])
-    return both, _judged(sampler, both, step), row
+    births = Births.of(more.group_N, step)
+    verdict = _judged(sampler, more, step, replace(births, member_N=size + births.member_N))
+    return join([rollout, more], groups=[rollout.group_N, more.group_N]), joined([judged, verdict]), row
 
 
 def _partial(sampler: Sampler, step: int, chunk: int) -> tuple[Rollout, Births, Row]:

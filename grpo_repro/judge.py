@@ -44,6 +44,20 @@ class Judged:
         return Judged(**picked)
 
 
+def joined(parts: Sequence[Judged]) -> Judged:
+    """Judgements one after the other, as `rollout.join` puts their rows."""
+
+    def cat(values: Sequence[Any]) -> Any:
+        if isinstance(values[0], dict):
+            return {k: cat([v[k] for v in values]) for k in values[0]}
+        if values[0] is None or values[0].dim() == 1:
+            return None if values[0] is None else torch.cat(list(values))
+        width = max(v.shape[1] for v in values)
+        return torch.cat([torch.nn.functional.pad(v, (0, width - v.shape[1])) for v in values])
+
+    return Judged(**{name: cat([getattr(p, name) for p in parts]) for name in vars(parts[0])})
+
+
 def judge(
     reward: Reward,
     rollout: Rollout,

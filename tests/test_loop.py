@@ -78,6 +78,34 @@ def test_dynamic_sampling_draws_other_prompts_in_every_batch() -> None:
     assert len(set(ids)) == len(ids) == row["groups/sampled"]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "objective.sampling": {"name": "dynamic", "max_batches": 8},
+            "rollout.group_size": 2,
+            "objective.advantage": "process_reward",
+        },
+        {"rollout.extra": 3, "objective.reward": {"name": "coin", "p": 0.3}},
+    ],
+    ids=["dynamic", "extra"],
+)
+def test_batches_judged_one_by_one_are_judged_as_together(changes: dict[str, Any]) -> None:
+    """Chance in a reward, positions and steps are those of one judgement over all rows; no batch is judged twice."""
+    from grpo_repro.collect import collect
+    from grpo_repro.judge import judge
+
+    learner = learner_of({**changes, "seed": 1})
+    rollout, judged, row = collect(learner.sampler, 2)
+    assert row.get("groups/extra", 0) > 0 or row["groups/sampled"] > 6
+    steps = "steps" in learner.objective.needs
+    whole = judge(learner.objective.reward, rollout, learner.task, learner.policy, 1, 2, steps)
+    for name, value in vars(whole).items():
+        for key, tensor in value.items() if isinstance(value, dict) else {"": value}.items():
+            other = getattr(judged, name)[key] if key else getattr(judged, name)
+            assert other is tensor is None or torch.equal(other, tensor), (name, key)
+
+
 def test_prompts_that_nobody_solved_get_further_samples() -> None:
     from grpo_repro.collect import collect
 
