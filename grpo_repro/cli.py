@@ -183,8 +183,16 @@ def new_run(name: str) -> None:
 
 @app.command()
 @guarded
-def report(check: Annotated[bool, typer.Option(help="write nothing; fail if a page is stale")] = False) -> None:
-    """Make results/README.md and the README's tables from the committed results."""
+def report(
+    name: Annotated[
+        str | None, typer.Argument(help="a run with a notebook, e.g. smollm2: gather its seeds, make its report")
+    ] = None,
+    check: Annotated[bool, typer.Option(help="write nothing; fail if a page is stale")] = False,
+) -> None:
+    """Make results/README.md and the README's tables from the committed results; or, with NAME, the report of a run over its seeds."""
+    if name is not None:
+        _report_run(name)
+        return
     from grpo_repro import report as reports
 
     written = reports.write_pages(check)
@@ -193,6 +201,20 @@ def report(check: Annotated[bool, typer.Option(help="write nothing; fail if a pa
 
 def main() -> None:
     app(prog_name="grpo-repro")
+
+
+def _report_run(name: str) -> None:
+    from grpo_repro import notebook as notebooks
+    from grpo_repro import seeds
+    from grpo_repro.spec import nearest
+
+    if name not in (known := seeds.names()):
+        raise UserError(
+            f"there is no run {name!r} with a notebook{nearest(name, known)}; valid: {', '.join(known) or 'none yet'}."
+        )
+    folder, ran = notebooks.execute_run(name)
+    print(f"{name}: notebook {'executed' if ran else 'is up to date'}")
+    print(f"report    {paths.shown(folder / 'README.md')}\nnotebook  {paths.shown(folder / 'notebook.html')}")
 
 
 def _change(text: str) -> tuple[str, Any]:

@@ -42,6 +42,7 @@ def curves(
     title: str = "",
     per_seed: bool = False,
     level: float = 0.95,
+    legend: str = "Arm",
 ) -> Figure:
     """Learning curves, a plot a metric: mean over seeds with its t band; `per_seed` adds a thin line a seed.
 
@@ -51,8 +52,8 @@ def curves(
     columns = min(len(metrics), 3)
     rows = -(-len(metrics) // columns)
     with style():
-        legend = 0.9 + 0.08 * max(len(arm) for arm in shown)  # inches
-        fig = new_figure(max(3.4 * columns + legend, 5.5), 2.7 * rows + 1.1, title, caption)
+        room = 0.9 + 0.08 * max(len(arm) for arm in shown)  # inches, of the legend
+        fig = new_figure(max(3.4 * columns + room, 5.5), 2.7 * rows + 1.1, title, caption)
         axes = fig.subplots(rows, columns, squeeze=False).ravel()
         for ax, (column, label) in zip(axes, metrics, strict=False):
             for arm in shown:
@@ -62,7 +63,7 @@ def curves(
         for ax in axes[len(metrics) :]:
             ax.remove()
         handles = [_handle(looks(arms)[arm], arm) for arm in shown]
-        fig.legend(handles=handles, loc="outside right upper", title="Arm", alignment="left", handlelength=3)
+        fig.legend(handles=handles, loc="outside right upper", title=legend, alignment="left", handlelength=3)
         return finish(fig)
 
 

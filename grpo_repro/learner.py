@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn import Parameter
@@ -18,7 +18,7 @@ from grpo_repro.policy import Policy
 from grpo_repro.sampler import Past, Sampler, started
 from grpo_repro.spec import base, nearest
 from grpo_repro.tasks import Task
-from grpo_repro.types import UserError
+from grpo_repro.types import Answer, UserError
 
 
 @dataclass
@@ -36,6 +36,7 @@ class Learner:
     past: Past
     states: dict[str, State]
     updates: int = 0  # optimiser steps made
+    answers: tuple[Answer, ...] = field(default=(), repr=False)  # of the last exam; no checkpoint holds them
 
     @classmethod
     def of(cls, run: Run, policy: Policy, task: Task) -> Learner:

@@ -1,4 +1,4 @@
-"""A policy on a whole rollout, without gradient: what it makes of the tokens that were drawn, and how it does in the exam."""
+"""A policy on a whole rollout, without gradient: what it makes of the tokens that were drawn."""
 
 from __future__ import annotations
 
@@ -10,14 +10,8 @@ from transformers import PreTrainedModel
 
 from grpo_repro.config import Run
 from grpo_repro.critic import Critic
-from grpo_repro.judge import judge
 from grpo_repro.logprobs import WHOLE_VOCABULARY, exact_kl, forward, log_distributions, micro_batches, trim
-from grpo_repro.policy import Policy
-from grpo_repro.rollout import sample
-from grpo_repro.tasks import Task
 from grpo_repro.types import ABSENT, Rollout
-
-EXAM = -1  # the exam's step index: it always sees the same random numbers, so two exams differ by the policy alone
 
 
 @dataclass(frozen=True)
@@ -68,30 +62,3 @@ def kl_between(of: Measured, to: Measured, mask_NT: Tensor) -> Tensor | None:
     if of.logq_NTV is None or to.logq_NTV is None:
         return None
     return exact_kl(of.logq_NTV, to.logq_NTV, mask_NT)
-
-
-def exam(policy: Policy, task: Task, run: Run) -> dict[str, float]:
-    """heldout/accuracy: share of held-out prompts answered right, one response each at the sampling temperature;
-    heldout/accuracy/<level> the same a bucket; heldout/length in tokens. Always the same prompts and random numbers."""
-    prompts = task.exam(run.scale.eval_prompts)
-    if not prompts:
-        return {}
-    rollout = sample(
-        policy,
-        prompts,
-        1,
-        limit=run.rollout.limit or task.limit,
-        temperature=run.rollout.temperature,
-        top_p=run.rollout.top_p,
-        top_k=run.rollout.top_k,
-        seed=run.seed,
-        step=EXAM,
-        engine=run.machine.engine,
-        batch_rows=run.machine.batch_rows,
-    )
-    correct = judge(lambda prompt, response: response.correct, rollout, task, policy, run.seed, EXAM).correct_N
-    row = {"heldout/accuracy": float(correct.mean()), "heldout/length": float(rollout.length_N.float().mean())}
-    for level in sorted({p.level for p in prompts}):
-        of_level = torch.tensor([p.level == level for p in prompts], device=correct.device)
-        row[f"heldout/accuracy/{level}"] = float(correct[of_level].mean())
-    return row

@@ -122,7 +122,8 @@ def update(totals: Totals, parts: Parts, b: Minibatch, loss: Tensor) -> None:
 
     ratio, ratio/std, ratio/max: w as the clip saw it · ess: effective sample size of w, (Σw)²/(n·Σw²) · log_ratio/bounded: share at the
     ±20 bound · clip: share of tokens on which the bound acted; clip/high_pos … clip/low_neg: the same by side of 1 and sign of Â ·
-    kl_term: the KL term of the loss, β included · loss: mean over the step's updates
+    kl_term: the KL term of the loss, β included · loss: mean over the step's updates · updates: optimiser steps made, 0 where no group was
+    mixed and flat ones are dropped
     """
     mask_NT = b.mask_NT
     count = mask_NT.sum()
@@ -146,7 +147,7 @@ def update(totals: Totals, parts: Parts, b: Minibatch, loss: Tensor) -> None:
 def finish(totals: Totals, updates: int) -> dict[str, float]:
     """The update metrics as numbers; see `update` and `sampler`."""
     totals.counts["loss"] = updates
-    row = totals.numbers()
+    row = {"updates": float(updates), **totals.numbers()}
     rho, rho2 = row.pop("_rho", None), row.pop("_rho2", None)
     if rho is not None and rho2 is not None:
         row["sampler/ess"] = rho**2 / rho2

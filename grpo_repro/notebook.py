@@ -1,4 +1,4 @@
-"""Execute a notebook through papermill, an ablation's or one of exact results, and put what it made in place only as a whole."""
+"""Execute a notebook through papermill, an ablation's, a run's or one of exact results, and put what it made in place only as a whole."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from grpo_repro import paths, record, report
+from grpo_repro import paths, record, report, seeds
 from grpo_repro.grid import exclusive
 from grpo_repro.spec import nearest
 from grpo_repro.types import UserError
@@ -30,6 +30,9 @@ DRAWS = (
     "report",
     "notebook",
     "record",
+    "seeds",
+    "runpage",
+    "runfigures",
 )  # modules whose change makes an executed notebook stale
 COMPUTES = ("objective", "knobs/*", "presets", "types", "tour")  # and those that a notebook of exact results shows
 
@@ -57,6 +60,18 @@ def execute_tour(name: str) -> tuple[Path, bool]:
     check(wanted | {"results_dir": ""}, parameters(source), source)
     inputs = _inputs([source, *_modules(DRAWS + COMPUTES)], [], wanted)
     return _make(source, report.page(name).folder, wanted, {**record.provenance(), "inputs": inputs}, name, f"results/{name}")
+
+
+def execute_run(name: str) -> tuple[Path, bool]:
+    """The same of notebooks/<name>.ipynb, which shows the seeds of experiments/runs/<name>.yaml; its folder is results/reports/<name>."""
+    source = paths.notebooks() / f"{name}.ipynb"
+    wanted = {"name": name, "profile": "run"}
+    check(wanted | {"results_dir": ""}, parameters(source), source)
+    records = seeds.gather(name)
+    answers = [seeds.answers_of(r.path(seeds.folder(name))) for r in records]
+    inputs = _inputs([source, *_modules(DRAWS), *answers], [r.sha256 for r in records], wanted)
+    told = {**report.origin(records), "inputs": inputs}
+    return _make(source, seeds.folder(name), wanted, told, name, f"results/reports/{name}")
 
 
 def _make(

@@ -214,7 +214,7 @@ def claims_table(links: str, full: bool) -> str:
             else:
                 cells = [says, verdict, f"{compared} = {estimate} {claims.interval_text(r)}", r.n, c.scope, where]
             rows.append([str(cell) for cell in cells])
-    return _markdown(head, rows)
+    return markdown(head, rows)
 
 
 def _shown(figures: list[str]) -> str:
@@ -228,7 +228,7 @@ def cost_table(costs: dict[str, dict[str, Any]]) -> str:
         name, profile = place.split("/")
         minutes = cost["core_seconds"] / 60
         rows.append([f"`{name}`", profile, str(cost["runs"]), f"{minutes:.1f}", f"{minutes / 2:.1f}", cost["cpu"]])
-    return _markdown(["ablation", "profile", "runs", "minutes of one core", "minutes on two cores", "measured on"], rows)
+    return markdown(["ablation", "profile", "runs", "minutes of one core", "minutes on two cores", "measured on"], rows)
 
 
 def pages(*, here: bool = True) -> dict[Path, str]:
@@ -290,6 +290,7 @@ def _between(text: str, name: str, content: str, where: Path) -> str:
     return f"{before}{begin}\n{content}\n{end}{rest.partition(end)[2]}"
 
 
-def _markdown(head: list[str], rows: list[list[str]]) -> str:
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    """A table; a cell may hold any text of one line."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines)

@@ -1,6 +1,7 @@
 """One run in a folder of its own: config, provenance, metrics as they come, and the trained policy.
 
-results/runs/<name>/seed<k>/     config.yaml · provenance.json · metrics.jsonl (a line a step, flushed) · policy/ (at the end)
+results/runs/<name>/seed<k>/     config.yaml · provenance.json · metrics.jsonl (a line a step, flushed) · answers.jsonl (a line a
+                                 response of an exam) · policy/ (at the end)
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from grpo_repro.config import Run
 from grpo_repro.grid import exclusive
 from grpo_repro.progress import Progress, quiet_libraries
 from grpo_repro.record import Row
-from grpo_repro.types import UserError
+from grpo_repro.types import Answer, UserError
 
+LINES = ("metrics.jsonl", "answers.jsonl")  # every line has its `step`
 MOSTLY_FLAT = 0.9  # share of groups without signal from which on the user is told, once
 
 
@@ -68,19 +70,20 @@ class RunFolder:
         return bool(old.get("finished"))
 
     def clear(self) -> None:
-        for name in ("metrics.jsonl", "config.yaml", "provenance.json"):
+        for name in (*LINES, "config.yaml", "provenance.json"):
             (self.path / name).unlink(missing_ok=True)
         for place in (self.policy, self.checkpoints, self.path / "tensorboard"):
             shutil.rmtree(place, ignore_errors=True)
 
     def rewind(self) -> None:
-        """Forget the rows after the last checkpoint: a run that was stopped goes on from there."""
-        if (path := self.path / "metrics.jsonl").is_file():
-            paths.write(path, "".join(line + "\n" for line in self.before(checkpoint.newest(self.checkpoints)[1])))
+        """Forget the lines after the last checkpoint: a run that was stopped goes on from there."""
+        for name in LINES:
+            if (path := self.path / name).is_file():
+                paths.write(path, "".join(line + "\n" for line in self.before(checkpoint.newest(self.checkpoints)[1], name)))
 
-    def before(self, step: int) -> list[str]:
-        """The lines of metrics.jsonl that precede a step."""
-        path = self.path / "metrics.jsonl"
+    def before(self, step: int, name: str = "metrics.jsonl") -> list[str]:
+        """The lines of a file that precede a step."""
+        path = self.path / name
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
         return [line for line in lines if _step_of(line) < step]
 
@@ -113,11 +116,13 @@ def train_one(run: Run, out: Path | None = None, force: bool = False) -> tuple[R
         listeners = [stack.enter_context(t) for t in wanted]
         paths.write(folder.path / "config.yaml", yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False))
         paths.write(folder.path / "provenance.json", json.dumps(told, indent=1))
-        metrics = stack.enter_context((folder.path / "metrics.jsonl").open("a", encoding="utf-8"))
+        metrics, answered = (stack.enter_context((folder.path / name).open("a", encoding="utf-8")) for name in LINES)
         try:
-            for row in itertools.chain([first], rows):
+            for row, answers in itertools.chain([first], rows):
                 metrics.write(json.dumps({k: record.kept(v) for k, v in row.items()}) + "\n")
+                answered.writelines(json.dumps({"step": int(row["step"]), **vars(answer)}) + "\n" for answer in answers)
                 metrics.flush()
+                answered.flush()
                 for listener in listeners:
                     listener.log(row, int(row["step"]))
         except KeyboardInterrupt:
@@ -129,7 +134,8 @@ def train_one(run: Run, out: Path | None = None, force: bool = False) -> tuple[R
     return folder, True
 
 
-def _rows(run: Run, folder: RunFolder, fresh: bool) -> Generator[Row, None, None]:
+def _rows(run: Run, folder: RunFolder, fresh: bool) -> Generator[tuple[Row, tuple[Answer, ...]], None, None]:
+    """The rows of the loop, each with the answers of its exam, if it had one."""
     from grpo_repro import policy as policies
     from grpo_repro import start, train
     from grpo_repro.learner import Learner
@@ -161,7 +167,7 @@ def _rows(run: Run, folder: RunFolder, fresh: bool) -> Generator[Row, None, None
             if not warned and (warning := mismatch(run, row)):
                 warned = True
                 bar.note(warning)
-            yield row
+            yield row, learner.answers
             done, every = int(row["step"]) + 1, run.machine.checkpoint_every
             if every and done % every == 0 and done < run.scale.steps:
                 checkpoint.save(learner, done, folder.checkpoints)

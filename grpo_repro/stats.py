@@ -73,6 +73,23 @@ def bootstrap_t(diff: Sample, level: float, generator: np.random.Generator, resa
     return Interval(mean, mean - high_t * error, mean - low_t * error, n, p)
 
 
+def wilson(share: float, n: int, level: float = 0.95) -> Interval:
+    """Wilson's score interval for a proportion: `share` of n answers right. Never leaves [0, 1], and never has width 0.
+
+    (p + z²/2n ± z·√(p(1 − p)/n + z²/4n²)) / (1 + z²/n). Source: Wilson, J. Am. Stat. Assoc. 22 (1927).
+    Raises UserError for a share outside [0, 1] or n < 1.
+    """
+    if not (0 <= share <= 1 and n >= 1):
+        raise UserError(f"wilson: the share is {share} of {n}; give a number in [0, 1] of at least one.")
+    _fraction(level, "level")
+    z = float(distributions.norm.ppf((1 + level) / 2))
+    middle = share + z**2 / (2 * n)
+    half = z * float(np.sqrt(share * (1 - share) / n + z**2 / (4 * n**2)))
+    scale = 1 + z**2 / n
+    low, high = (middle - half) / scale, (middle + half) / scale
+    return Interval(share, low if share > 0 else 0.0, high if share < 1 else 1.0, n)  # exact where rounding would not be
+
+
 def prediction_interval(diff: Sample, level: float = 0.95) -> Interval:
     """Where the mean of a replication with the same number of fresh seeds is expected: d̄ ± t_{n−1} · s·√(1/n + 1/n).
 

@@ -16,9 +16,10 @@ from grpo_repro.clock import Clock
 from grpo_repro.collect import collect
 from grpo_repro.config import Run
 from grpo_repro.critic import explained_variance
+from grpo_repro.exam import exam
 from grpo_repro.judge import Judged
 from grpo_repro.learner import Learner
-from grpo_repro.measure import Measured, exam, kl_between, measure
+from grpo_repro.measure import Measured, kl_between, measure
 from grpo_repro.objective import score
 from grpo_repro.overlap import Draw, drawing
 from grpo_repro.policy import Policy
@@ -49,18 +50,19 @@ def steps(learner: Learner, first: int = 0) -> Generator[Row, None, None]:
             except NonFinite as error:
                 raise NonFinite(f"step {step}: {error}.") from None
             yield row
-    yield Row(step=run.scale.steps) | exam(learner.policy, learner.task, run)
+    yield Row(step=run.scale.steps) | exam(learner)
 
 
 def one_step(learner: Learner, step: int, draw: Draw | None = None) -> Row:
     """Rollout → rewards → advantages → μ passes of updates → what they did. `draw`: whence the rollout; drawn here by default."""
     run, policy, model = learner.run, learner.policy, learner.policy.model
     clock, row, objective = Clock(), Row(step=step), learner.bound
+    learner.answers = ()
     if learner.reference is not None:
         refresh(learner.reference, model, run.reference, step, learner.optimizer)
     if step == 0 or (run.scale.eval_every and step % run.scale.eval_every == 0):
         with clock("exam"):
-            row |= exam(policy, learner.task, run)
+            row |= exam(learner)
     with clock("sample"):
         learner.sync(step)
         rollout, judged, found = draw(step) if draw is not None else collect(learner.sampler, step)

@@ -96,6 +96,20 @@ class Drawn(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Answer:
+    """One response of the exam, as it is recorded."""
+
+    part: str  # heldout, or new_range
+    level: str
+    prompt: str
+    gold: str
+    response: str
+    correct: float
+    length: int  # tokens
+    notes: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class Rollout:
     """What the sampler produced: N responses to the prompts of one step."""
 

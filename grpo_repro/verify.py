@@ -35,14 +35,14 @@ def answer_of(text: str) -> str | None:
 
     Nothing is picked from prose: "3 or 4 or 5" is no answer, whichever of them is right.
     """
-    if boxes := _boxed(text):
-        answer = boxes[-1]
-        while (inner := _boxed(answer)) and OPENING.match(answer.strip()) and len(inner) == 1 and answer.strip().endswith("}"):
+    if found := boxes(text):
+        answer = found[-1]
+        while (inner := boxes(answer)) and OPENING.match(answer.strip()) and len(inner) == 1 and answer.strip().endswith("}"):
             answer = inner[0]
             if len(answer) > LONGEST:
                 return None
-    elif found := _delimited(text):
-        answer = found
+    elif inside := _delimited(text):
+        answer = inside
     elif said := SAID.findall(text):
         answer = said[-1]
     else:
@@ -116,9 +116,9 @@ class Worker:
         return reply if reply.endswith("\n") else ""
 
 
-def _boxed(text: str) -> list[str]:
+def boxes(text: str) -> list[str]:
     """Contents of the outermost boxes, in order; a box that never closes is none. One pass over the braces."""
-    boxes: list[str] = []
+    found: list[str] = []
     at = 0
     while opening := OPENING.search(text, at):
         depth, end = 1, opening.end()
@@ -128,10 +128,10 @@ def _boxed(text: str) -> list[str]:
                 end = brace.start()
                 break
         if depth:
-            return boxes
-        boxes.append(text[opening.end() : end])
+            return found
+        found.append(text[opening.end() : end])
         at = end + 1
-    return boxes
+    return found
 
 
 def _delimited(text: str) -> str:

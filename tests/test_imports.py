@@ -22,8 +22,8 @@ MODULES = {
 ORDER = """
     types uniform clock strict_yaml paths progress spec equality verify reward_model tasks knobs weights objective adaptive
     presets config check catalogue exact tour reference smollm2 layers policy critic packed logprobs rollout sampler learner
-    warmstart preferences start judge collect overlap metrics measure anchor update checkpoint distributed train record trackers stats
-    claims ablation grid single style figures report notebook doctor explain scaffold cli __main__
+    warmstart preferences start judge collect exam overlap metrics measure anchor update checkpoint distributed train record trackers stats
+    claims ablation grid single style figures runfigures report seeds runpage notebook doctor explain scaffold cli __main__
 """.split()  # noqa: SIM905
 
 
@@ -69,7 +69,7 @@ def test_imports_point_left(module: str) -> None:
     assert not right, f"{module} imports {sorted(right)}, which come after it"
 
 
-@pytest.mark.parametrize("module", ["stats", "claims", "style", "figures", "report"])
+@pytest.mark.parametrize("module", ["stats", "claims", "style", "figures", "report", "seeds", "runpage", "runfigures"])
 def test_what_reads_records_never_trains(module: str) -> None:
     if module not in MODULES:
         pytest.skip("not there yet")

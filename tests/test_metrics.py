@@ -66,7 +66,7 @@ def test_clip_by_side_and_sign() -> None:
 
 
 def test_a_step_without_updates_has_no_update_metrics_and_no_nan() -> None:
-    assert metrics.finish(metrics.Totals(), 0) == {}
+    assert metrics.finish(metrics.Totals(), 0) == {"updates": 0.0}
     totals = metrics.Totals()
     metrics.update(totals, parts([[1.0]], [[0]]), minibatch([[0]], [1.0]), torch.tensor(0.0))  # everything hidden
     row = metrics.finish(totals, 1)

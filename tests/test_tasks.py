@@ -259,8 +259,8 @@ def test_chain_sum_is_scored_by_reasoning_gym_after_extraction() -> None:
 
 
 def test_answer_positions_of_a_text_are_the_tokens_of_its_last_number() -> None:
-    assert gym._positions(["The", "Ġ3", "Ġis", "Ġ-", "1", "2", "."]) == {"answer": [4, 5]}
-    assert gym._positions(["no", "number"]) == {"answer": []}
+    assert gym.positions(["The", "Ġ3", "Ġis", "Ġ-", "1", "2", "."]) == {"answer": [4, 5]}
+    assert gym.positions(["no", "number"]) == {"answer": []}
 
 
 def test_an_unknown_task_is_refused_with_the_nearest_name() -> None:

@@ -19,6 +19,11 @@ def no_steps(prompt: Prompt, pieces: Sequence[str]) -> Sequence[tuple[int, float
     return ()
 
 
+def no_positions(pieces: Sequence[str]) -> Mapping[str, Sequence[int]]:
+    """A task whose responses have no tokens of note."""
+    return {}
+
+
 @dataclass(frozen=True)
 class Task:
     """Prompts, a limit, and a verifier.
@@ -29,6 +34,7 @@ class Task:
     steps(prompt, pieces)  → (last token, 1 right or 0 wrong) of each reasoning step, in order; every step is right exactly where
                            the response is. Empty where the task has no steps
     models                 folders of reward models that a word in YAML stands for, e.g. {"preferences": …}
+    new_range              further prompts that are never drawn, of a range that training never saw (numbers above all of its numbers)
     """
 
     name: str
@@ -39,6 +45,7 @@ class Task:
     positions: Callable[[Sequence[str]], Mapping[str, Sequence[int]]]
     steps: Callable[[Prompt, Sequence[str]], Sequence[tuple[int, float]]] = no_steps
     models: Mapping[str, str] = field(default_factory=dict)
+    new_range: tuple[Prompt, ...] = ()
 
     def draw(self, seed: int, step: int, n: int) -> tuple[Prompt, ...]:
         """n different training prompts, the levels in turn. Depends on (seed, step) alone, so a resumed run draws the same."""
@@ -48,12 +55,20 @@ class Task:
         """n held-out prompts, always the same ones, the levels in turn."""
         return _stratified(self.heldout, 0, -1, min(n, len(self.heldout)), f"task {self.name}")
 
+    def new_exam(self, n: int) -> tuple[Prompt, ...]:
+        """n prompts of the new range, as `exam`."""
+        return _stratified(self.new_range, 0, -1, min(n, len(self.new_range)), f"task {self.name}")
+
 
 def split(prompts: Sequence[Prompt], heldout: float = 0.2) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:
     """Train and held-out, by a hash of each prompt's content: the same problem is never on both sides, whatever the seed."""
-    bucket = {p.id: int.from_bytes(hashlib.blake2b(p.id.encode(), digest_size=8).digest()) / 2**64 for p in prompts}
     unique = list({p.id: p for p in prompts}.values())
-    return tuple(p for p in unique if bucket[p.id] >= heldout), tuple(p for p in unique if bucket[p.id] < heldout)
+    return tuple(p for p in unique if place(p.id) >= heldout), tuple(p for p in unique if place(p.id) < heldout)
+
+
+def place(content: str) -> float:
+    """Where in [0, 1) a content lies by its hash: the same on every machine, in every run."""
+    return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest()) / 2**64
 
 
 def _stratified(prompts: Sequence[Prompt], seed: int, step: int, n: int, what: str) -> tuple[Prompt, ...]:
