@@ -11,11 +11,11 @@ PARITY := .venv-parity
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup ablations results test check format lab parity mutants clean
+.PHONY: help setup ablations results smollm2 test check format lab parity mutants clean
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
 
 ablations: $(READY) ## the main job: every ablation, profile quick (PROFILE=, NAME=), ending with the table of claims
 	@$(if $(filter all,$(NAME)),$(BIN)/grpo-repro tour)
@@ -25,6 +25,10 @@ results: $(READY) ## regenerate results: make results PROFILE=full, then the tab
 	@$(if $(filter all,$(NAME)),$(BIN)/grpo-repro tour)
 	@$(BIN)/grpo-repro ablate $(NAME) --profile $(PROFILE)
 	@$(BIN)/grpo-repro report
+
+smollm2: $(READY) ## a real model learns: SmolLM2 on three tasks, seeds 0 to 2, and the report; goes on where it was stopped
+	@for seed in 0 1 2; do $(BIN)/grpo-repro run experiments/runs/smollm2.yaml seed=$$seed || exit 1; done
+	@$(BIN)/grpo-repro report smollm2
 
 parity: $(PARITY)/.ready ## our formula beside TRL, verl, OpenRLHF and Liger, by their own functions; builds .venv-parity
 	@$(PARITY)/bin/python -m parity

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
@@ -63,3 +65,10 @@ def plain_logp(model: PreTrainedModel, rollout: Rollout, temperature: float) -> 
         logits = model(tokens[None]).logits[0, len(prompt) - 1 : -1]
         rows.append(torch.log_softmax(logits / temperature, -1)[torch.arange(length), tokens[len(prompt) :]])
     return rows
+
+
+def letters(folder: Path) -> Path:
+    """A tiny random model that can read and write any English problem, a letter a token, saved as a folder."""
+    symbols = "".join(chr(c) for c in range(32, 127) if chr(c) not in "~`")
+    policies.save(policies.tiny(symbols, end="~", pad="`", d=16, layers=1, heads=2, ffn=16, context=200), folder)
+    return folder

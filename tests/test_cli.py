@@ -52,7 +52,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         (folder / "config.json").write_text("{}")
 
     monkeypatch.setattr(start, "load", lambda run, cache: (SimpleNamespace(), SimpleNamespace()))
-    monkeypatch.setattr(learner.Learner, "of", lambda run, model, task: SimpleNamespace(run=run))
+    monkeypatch.setattr(learner.Learner, "of", lambda run, model, task: SimpleNamespace(run=run, answers=()))
     monkeypatch.setattr(train, "steps", lambda made, first: loop(made.run, None, None))
     monkeypatch.setattr(policy, "save", save)
     return done
@@ -72,7 +72,13 @@ def test_run_writes_a_folder_and_says_where_things_are(grpo: Command, trained: l
     assert result.exit_code == 0, result.output
     assert (trained[0].scale.steps, trained[0].seed, trained[0].scale.lr) == (2, 4, 1e-4)
     folder = tmp_path / "results" / "runs" / "toy" / "seed4"
-    assert sorted(p.name for p in folder.iterdir()) == ["config.yaml", "metrics.jsonl", "policy", "provenance.json"]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "answers.jsonl",
+        "config.yaml",
+        "metrics.jsonl",
+        "policy",
+        "provenance.json",
+    ]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert lines[0] == {"step": 0, "reward": 0, "accuracy": 0.5, "entropy": 1, "absent": None}
     assert len(lines) == 3

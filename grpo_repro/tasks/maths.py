@@ -92,12 +92,15 @@ def _level(row: Row) -> str:
 
 
 def _verify(prompt: Prompt, text: str) -> tuple[float, Mapping[str, float]]:
-    """A gold that is no mathematical expression (a name, `east`) is compared as text. Note: whether the response has a box."""
+    """A gold that is words (a name, `east`, `(C)`), not a mathematical expression, is also compared as text.
+
+    Note: whether the response has a box.
+    """
     agreed = verify.agrees(prompt.answer, text)
-    if agreed is None:
+    if not agreed and (agreed is None or WORDS.fullmatch(prompt.answer)):
         agreed = _plain(verify.answer_of(text) or "") == _plain(prompt.answer)
     return float(agreed), {"boxed": float(bool(verify.boxes(text)))}
 
 
 def _plain(answer: str) -> str:
-    return "".join(WORDS.sub(r"\1", answer).split()).casefold()
+    return "".join(WORDS.sub(r"\1", answer).split()).strip("()").casefold()

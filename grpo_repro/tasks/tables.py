@@ -59,20 +59,21 @@ def _local(files: Mapping[str, Sequence[Path]], columns: Sequence[str]) -> dict[
 def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     import datasets
     import pyarrow
+    import pyarrow.parquet
 
     if not path.stat().st_size:
         raise UserError(f"{path}: is empty; it must hold a row a problem.")
     datasets.disable_progress_bars()
     cache = str(paths.cache() / "datasets")
     try:
+        if KINDS[path.suffix] == "parquet" and not pyarrow.parquet.read_metadata(path).num_rows:
+            raise UserError(f"{path}: holds no rows; it must hold a row a problem.")
         table = datasets.load_dataset(KINDS[path.suffix], data_files=str(path), split="train", cache_dir=cache)
     except (OSError, ValueError, TypeError, pyarrow.ArrowException, datasets.exceptions.DatasetsError) as error:
         told = str(error.__cause__ or error).splitlines()[0][:200]
         raise UserError(f"{path}: cannot be read as {KINDS[path.suffix]} ({told}): correct the file.") from None
     if missing := [column for column in columns if column not in table.column_names]:
         raise UserError(f"{path}: has no column {missing[0]!r}, only {', '.join(table.column_names)}: rename or add it.")
-    if not len(table):
-        raise UserError(f"{path}: holds no rows; it must hold a row a problem.")
     return ((f"{path}, row {i + 1}", dict(row)) for i, row in enumerate(table))
 
 
