@@ -174,7 +174,11 @@ def test_a_response_is_text_whatever_it_holds(view: seeds.Seeds) -> None:
 
 def test_the_page_says_what_the_run_changed_of_its_yaml(checkout: Path) -> None:
     for seed in (0, 1):
-        finish(checkout, seed, **{"scale.lr": 1e-3, "objective": {"preset": "grpo", "kl": {"name": "k3", "beta": 0.1}}, "machine.threads": 2})
+        finish(
+            checkout,
+            seed,
+            **{"scale.lr": 1e-3, "objective": {"preset": "grpo", "kl": {"name": "k3", "beta": 0.1}}, "machine.threads": 2},
+        )
     seeds.gather("toy")
     view = seeds.load("toy")
     assert runpage.changes(view.records[0], "experiments/runs/toy.yaml") == [
