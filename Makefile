@@ -11,7 +11,7 @@ PARITY := .venv-parity
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup ablations results smollm2 test check format lab parity mutants clean
+.PHONY: help setup ablations results smollm2 bench gpu test check format lab parity mutants clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -32,6 +32,13 @@ smollm2: $(READY) ## a real model learns: SmolLM2 on three tasks, seeds 0 to 2, 
 
 parity: $(PARITY)/.ready ## our formula beside TRL, verl, OpenRLHF and Liger, by their own functions; builds .venv-parity
 	@$(PARITY)/bin/python -m parity
+
+bench: $(READY) $(PARITY)/.ready ## our loop beside TRL's, decode engines, memory, floors; about 20 minutes, resumable: make bench ARGS="--only smollm2 --quick"
+	@$(BIN)/python -m benchmarks.models
+	@$(PARITY)/bin/python -m benchmarks $(ARGS); measured=$$?; $(BIN)/python -m benchmarks.report && exit $$measured
+
+gpu: $(READY) ## checks and a small benchmark on a GPU; says so and ends well without one
+	@$(BIN)/python -m benchmarks.gpu
 
 mutants: $(READY) ## break the formula in many ways, one at a time, and show that the tests see each
 	@$(BIN)/python tests/mutants.py

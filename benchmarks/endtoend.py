@@ -1,0 +1,101 @@
+"""Our loop and TRL's on the same workload, a step each in turn."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from benchmarks import compare, ours, theirs
+from benchmarks.process import Failed, Process
+from benchmarks.settings import SIDES, Pair, pairs
+from benchmarks.store import Case
+
+SECONDS = {"tiny": (8.0, 1.2), "tiny_1m": (8.0, 2.5), "smollm2": (30.0, 55.0)}  # of a start, of a round of all sides, about
+WARM = 4  # tokens of the step that is not counted
+
+
+def cases(quick: bool) -> list[Case]:
+    return [Case(f"endtoend/{p.name}", "endtoend", partial(measure, p), p.settings, estimate(p)) for p in pairs(quick)]
+
+
+def estimate(p: Pair) -> float:
+    start, rounds = SECONDS[p.model]
+    return start + rounds * p.repeats * (1.5 if p.updates == 2 else 1.0) / (1.6 if p.threads == 2 else 1.0)
+
+
+def measure(p: Pair) -> dict[str, Any]:
+    """{"sides": {side: {"steps", "probe", "loaded_mb", "peak_mb"}}, "ratios": {side: …}, "invalid": {side: reasons}}; ours comes first."""
+    names = SIDES[p.precision]
+    with contextlib.ExitStack() as stack:
+        workers = {name: worker(stack, name, p.model, p.updates, p.threads) for name in names}
+        sides: dict[str, dict[str, Any]] = {name: {**w.answer(), "steps": []} for name, w in workers.items()}
+        first, *others = names
+        rollout = workers[first].ask(do="probe")
+        sides[first]["probe"] = told(rollout)
+        for name in others:
+            sides[name]["probe"] = told(workers[name].ask(do="probe", prompts=rollout["prompts"], responses=rollout["responses"]))
+        for w in workers.values():
+            w.ask(do="step", tokens=WARM)
+        for i in range(p.repeats):
+            for name in names if i % 2 == 0 else names[::-1]:
+                sides[name]["steps"].append(workers[name].ask(do="step"))
+        for w in workers.values():
+            w.pipe.send({"do": "quit"})
+    return concluded(sides, p.precision)
+
+
+def worker(stack: contextlib.ExitStack, side: str, model: str, updates: int, threads: int, option: str | None = None) -> Process:
+    who, precision = side.split(" ", 1)
+    function: Callable[..., None] = ours.serve if who == "ours" else theirs.serve
+    arguments = (model, precision, updates, *([option] if option else []))
+    made = Process(function, *arguments, threads=threads, log=side)
+    stack.callback(made.close)
+    return made
+
+
+def told(probe: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in probe.items() if isinstance(value, float)}
+
+
+def concluded(sides: dict[str, dict[str, Any]], precision: str) -> dict[str, Any]:
+    first, *others = sides
+    seconds = {name: [step["seconds"] for step in side["steps"]] for name, side in sides.items()}
+    for side in sides.values():
+        side["peak_mb"] = max(step["peak_mb"] for step in side["steps"])
+    return {
+        "sides": sides,
+        "ratios": {name: compare.ratio(seconds[first], seconds[name]) for name in others},
+        "invalid": {name: wrong for name in others if (wrong := compare.unequal(sides[first], sides[name], precision))},
+    }
+
+
+def options(quick: bool) -> list[Case]:
+    """TRL's own options against its configuration here, to see that it is its fastest."""
+    if quick:
+        return []
+    chosen = [("tiny_1m", "fp32"), ("tiny_1m", "bf16 autocast"), ("smollm2", "bf16 autocast"), ("smollm2", "bf16 weights")]
+    return [
+        Case(
+            f"options/{model}-{precision}", "theirs", partial(compared, model, precision), {"options": list(theirs.OPTIONS)}, 60.0
+        )
+        for model, precision in chosen
+    ]
+
+
+def compared(model: str, precision: str) -> dict[str, Any]:
+    """{option: seconds of a step}, each in turn; an option that does not run is absent, with its reason."""
+    seconds: dict[str, list[float]] = {}
+    failed: dict[str, str] = {}
+    for option in theirs.OPTIONS:
+        with contextlib.ExitStack() as stack:
+            try:
+                w = worker(stack, f"TRL {precision}", model, 1, 1, option)
+                w.answer()
+                w.ask(do="step", tokens=WARM)
+                seconds[option] = [w.ask(do="step")["seconds"] for _ in range(1 if model == "smollm2" else 5)]
+                w.pipe.send({"do": "quit"})
+            except Failed as error:
+                failed[option] = str(error)
+    return {"seconds": seconds, "failed": failed}
