@@ -39,10 +39,9 @@ def cases(quick: bool) -> list[Case]:
         )
         for t in (1, 2)[: 1 if quick else 2]
     ]
-    made += [
-        Case(f"decode/tiny-B{n}", "decode", partial(once, tiny, n, 6 * rounds), {"rounds": 6 * rounds}, 5.0 + n * rounds / 60)
-        for n in BATCHES[: 1 if quick else 3]
-    ]
+    for n in BATCHES[: 1 if quick else 3]:
+        often = 6 if quick else 6 * 512 // n
+        made.append(Case(f"decode/tiny-B{n}", "decode", partial(once, tiny, n, often), {"rounds": often}, 12.0))
     if not quick:
         made += [Case(f"decode/smollm2-vllm-t{t}", "decode", partial(vllm, t), {}, 90.0) for t in (1, 2)]
     return made

@@ -84,12 +84,13 @@ def serve(
 
 def step(made: Learner, rows: Iterator[dict[str, float]] | None = None) -> dict[str, Any]:
     """The next step of the loop (`rows`, or a new one): seconds by phase and what was done in them."""
-    before, began = made.updates, time.perf_counter()
+    before, began, worked = made.updates, time.perf_counter(), time.process_time()
     row = next(rows or steps(made))
     seconds, done = time.perf_counter() - began, made.updates - before
     phases = {name: row.get(f"seconds/{name}", 0.0) for name in PHASES}
     return {
         "seconds": seconds,
+        "cpu_seconds": time.process_time() - worked,
         "phases": phases | {"rest": seconds - sum(phases.values())},
         "generated": row["tokens"],
         "trained": row["tokens"] * done if not row["rows/dropped"] else float("nan"),

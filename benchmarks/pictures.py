@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.settings import WORKLOADS
 from grpo_repro import style
 
 PHASES = ("sample", "old", "update", "rest")
@@ -54,7 +55,7 @@ def _endtoend(part: Mapping[str, Any], caption: str) -> Any:
             ax.barh(list(bars), wide, left=left, color=colour, label={"old": "log-probs of π_old"}.get(phase, phase))
             left = [a + b for a, b in zip(left, wide, strict=True)]
         ax.invert_yaxis()
-        ax.set_title(model)
+        ax.set_title(WORKLOADS[model].title.partition(",")[0])
         ax.set_xlabel("seconds a step")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=4)
     return figure

@@ -29,7 +29,7 @@ class Case:
 
     @property
     def path(self) -> Path:
-        return folder() / f"{self.name.replace('/', '_')}.json"
+        return folder() / f"{self.name.replace('/', '_').replace(' ', '-')}.json"
 
 
 def folder() -> Path:

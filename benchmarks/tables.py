@@ -72,29 +72,25 @@ def endtoend(cases: Mapping[str, Case]) -> Table:
     for name, found in ordered(cases):
         model, precision, mu, t = words(name)
         first, *others = SIDES[precision]
-        sides = {side: statistics.median(s["seconds"] for s in told["steps"]) for side, told in found["sides"].items()}
-        tokens = found["sides"][first]["steps"][0]["generated"]
-        peak = {side: told["peak_mb"] for side, told in found["sides"].items()}
+        seconds = {side: median(told["steps"], "seconds") for side, told in found["sides"].items()}
+        tokens, peak = found["sides"][first]["steps"][0]["generated"], found["sides"][first]["peak_mb"]
         for side in others:
             wrong = "; ".join(found["invalid"].get(side, []))
-            cells = (
-                f"{sides[first]:.3g} / {sides[side]:.3g}",
-                f"{tokens / sides[first]:,.0f} / {tokens / sides[side]:,.0f}",
-                f"{peak[first]:,.0f} / {peak[side]:,.0f}",
-            )
+            ratio, cpu = found["ratios"][side], found["cpu_ratios"][side]["ratio"]
+            spent = f"{seconds[first]:.3g} / {seconds[side]:.3g}"
+            speed = f"{tokens / seconds[first]:,.0f} / {tokens / seconds[side]:,.0f}"
+            memory = f"{peak:,.0f} / {found['sides'][side]['peak_mb']:,.0f}"
+            work = f"**invalid**: {wrong}" if wrong else "equal"
             rows.append(
-                (
-                    WORKLOADS[model].title,
-                    side,
-                    mu,
-                    t,
-                    interval(found["ratios"][side]),
-                    found["ratios"][side]["pairs"],
-                    *cells,
-                    f"**invalid**: {wrong}" if wrong else "equal",
-                )
+                (WORKLOADS[model].title, side, mu, t, interval(ratio), f"{cpu:.2f}×", ratio["pairs"], spent, speed, memory, work)
             )
-    return table("model | against | μ | threads | ratio | pairs | s a step, ours / TRL | tokens/s | peak MB | work", rows)
+    return table(
+        "model | against | μ | threads | ratio | of CPU seconds | pairs | s a step, ours / TRL | tokens/s | peak MB | work", rows
+    )
+
+
+def median(steps: list[dict[str, Any]], name: str) -> float:
+    return statistics.median(step[name] for step in steps)
 
 
 def phases(cases: Mapping[str, Case]) -> Table:
@@ -216,13 +212,9 @@ def profile(cases: Mapping[str, Case]) -> Table:
 def options(cases: Mapping[str, Case]) -> Table:
     rows = []
     for name, told in part(cases, "options").items():
-        base = statistics.median(told["seconds"]["as measured"])
-        rows += [
-            (name, option, f"{statistics.median(s) / base:.2f}", f"{statistics.median(s):.3g}")
-            for option, s in told["seconds"].items()
-        ]
-        rows += [(name, option, "does not run", reason[:120]) for option, reason in told["failed"].items()]
-    return table("case | option | ratio | seconds", rows)
+        for option, r in told.items():
+            rows.append((name, option, f"does not run: {r['failed'][:120]}" if "failed" in r else interval(r)))
+    return table("case | option | CPU seconds with it over those without", rows)
 
 
 def tried(rows: list[dict[str, Any]]) -> Table:

@@ -22,8 +22,9 @@ PRECISIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bf16 autocast": ({"bf16": True}, {"dtype": "float32"}),
     "bf16 weights": ({"bf16": False}, {"dtype": "bfloat16"}),
 }
+CHOSEN = "as measured"
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what might be faster, one at a time
-    "as measured": ({}, {}),
+    CHOSEN: ({}, {}),
     "attention eager": ({}, {"attn_implementation": "eager"}),
     "optim adamw_torch": ({"optim": "adamw_torch"}, {}),
     "static cache": ({"cache_implementation": "static"}, {}),
@@ -31,7 +32,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what might be f
 }
 
 
-def trainer(model: str, precision: str, updates: int, option: str = "as measured") -> Any:
+def trainer(model: str, precision: str, updates: int, option: str = CHOSEN) -> Any:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -88,7 +89,7 @@ def serve(
     model: str,
     precision: str,
     updates: int,
-    option: str = "as measured",
+    option: str = CHOSEN,
 ) -> None:
     """The messages of `ours.serve`; a probe is given the rollout that it is to use, and comes before the first step."""
     from transformers import TrainerCallback
@@ -129,7 +130,7 @@ class _Clock:
 
     def __init__(self, made: Any) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self.began = 0.0
+        self.began = self.worked = 0.0
         self._wrap(made, "_generate", lambda: "sample")
         import torch
 
@@ -149,13 +150,14 @@ class _Clock:
 
     def begin(self) -> None:
         self.seconds.clear()
-        self.began = time.perf_counter()
+        self.began, self.worked = time.perf_counter(), time.process_time()
 
     def end(self) -> dict[str, Any]:
-        total = time.perf_counter() - self.began
+        total, worked = time.perf_counter() - self.began, time.process_time() - self.worked
         known = {name: self.seconds.get(name, 0.0) for name in ("sample", "old")}
         return {
             "seconds": total,
+            "cpu_seconds": worked,
             "phases": known | {"update": total - sum(known.values())},
         }  # reward and loop are in it: milliseconds
 

@@ -122,7 +122,7 @@ def page(**cases: Any) -> str:
 def test_the_page_says_what_was_measured():
     text = page(**{"endtoend/tiny_1m-fp32-mu1-t1": ended()})
     assert "| a step over TRL fp32, 1M-parameter Llama, V=1,024 | ≥ 2.0 | 2.50× [2.50, 2.50] | met |" in text
-    assert "| 1 / 2.5 | 64 / 26 | 100 / 100 | equal |" in text
+    assert "| 2.50× [2.50, 2.50] | 1.00× | 2 | 1 / 2.5 | 64 / 26 | 100 / 100 | equal |" in text
     assert "Decode engines" not in text  # nothing was measured there
 
 
