@@ -64,7 +64,7 @@ def pairs(name: str, repeats: int) -> dict[str, Any]:
     policy, task = start.load(run, paths.cache())
     learner = replace(Learner.of(run, policy, task), objective=ALL_ON)
     began = time.perf_counter()
-    rollout, judged, _ = collect(learner, 0)
+    rollout, judged, _ = collect(learner.sampler, 0)
     sampled = time.perf_counter() - began
     began = time.perf_counter()
     old = measure(policy.model, rollout, run, policy.vocab)

@@ -42,14 +42,8 @@ def test_a_ratio_of_nothing_or_of_uneven_sides_is_refused(ours: list[float], the
 
 
 def side(**changes: Any) -> dict[str, Any]:
-    step = {
-        "seconds": 1.0,
-        "phases": {"sample": 0.5, "update": 0.5},
-        "generated": 64.0,
-        "trained": 64.0,
-        "updates": 1,
-        "peak_mb": 100.0,
-    }
+    times = {"seconds": 1.0, "cpu_seconds": 1.0, "phases": {"sample": 0.5, "update": 0.5}}
+    step: dict[str, Any] = {**times, "generated": 64.0, "trained": 64.0, "updates": 1, "peak_mb": 100.0}
     probe = {"loss": 0.0, "gradient_norm": 2.0, "entropy": 1.0, "reward": 0.5}
     step |= {k: v for k, v in changes.items() if k in step}
     probe |= {k: v for k, v in changes.items() if k in probe}
