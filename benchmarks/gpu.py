@@ -37,7 +37,7 @@ SMALL = Workload(4, 4, 16, "")
 BENCHMARK = {"tiny": Workload(32, 16, 32, ""), "smollm2": Workload(16, 16, 128, "")}
 PRECISIONS = ("fp32", "bf16")
 NEAR = {"tiny": 1e-4, "smollm2": 2e-3}  # |Δ log-prob| between devices, fp32
-EQUAL = 0.99  # of tokens: two engines in fp32 may differ where two tokens are within rounding of the uniform number
+EQUAL = 0.9  # of rows: two engines in fp32 may differ where the uniform number is within rounding of the edge of a token
 
 
 class Skipped(Exception):
@@ -115,10 +115,12 @@ def engines_agree(device: str) -> dict[str, Any]:
             continue
         how = {"limit": SMALL.tokens, "seed": 0, "step": 0}
         a, b = (sample(made.policy, made.task.train, SMALL.group, engine=engine, **how) for engine in ("decoder", "transformers"))
-        shares[model] = float((a.response_NT == b.response_NT).float().mean())
-    if min(shares.values()) < EQUAL:
-        raise AssertionError(f"share of equal tokens {shares}")
-    return {"said": f"share of equal tokens {shares}"}
+        same_N = (a.response_NT == b.response_NT).all(1)
+        shares[model] = float(same_N.float().mean())
+        apart = float((a.sampler_NT - b.sampler_NT)[same_N].abs().max()) if same_N.any() else float("nan")
+        if shares[model] < EQUAL or not apart <= NEAR[model]:
+            raise AssertionError(f"{model}: share of equal rows {shares[model]:.2f}, |Δ log-prob| in them {apart:.1e}")
+    return {"said": f"share of equal rows {shares}"}
 
 
 def logprobs_agree(device: str) -> dict[str, Any]:

@@ -39,7 +39,8 @@ def folder() -> Path:
 def code(module: str) -> str:
     """The package's source and the measuring module's, hashed: a number of other code is no number of this one."""
     here = Path(__file__).parent
-    sources = [*sorted((here.parent / "grpo_repro").rglob("*.py")), here / f"{module}.py"]
+    measuring = ("settings", "models", "ours", "theirs", module)
+    sources = [*sorted((here.parent / "grpo_repro").rglob("*.py")), *(here / f"{name}.py" for name in measuring)]
     return hashlib.sha256(b"\0".join(source.read_bytes() for source in sources)).hexdigest()[:16]
 
 
