@@ -21,9 +21,9 @@ MODULES = {
 # Data flows to the right; a module imports from its left only. A package counts as one; an inner module may have its own place.
 ORDER = """
     types uniform clock strict_yaml paths progress spec equality verify reward_model tasks knobs weights objective adaptive
-    presets config check catalogue exact tour reference smollm2 layers policy critic packed logprobs rollout sampler learner
+    presets config check catalogue exact mismatch tour reference smollm2 layers policy critic packed logprobs rollout sampler learner
     warmstart preferences start judge collect exam overlap metrics measure anchor update checkpoint distributed train record trackers stats
-    claims ablation grid single style figures runfigures report seeds runpage notebook doctor explain scaffold cli __main__
+    claims ablation grid single style figures doses runfigures report seeds runpage notebook doctor explain scaffold cli __main__
 """.split()  # noqa: SIM905
 
 
