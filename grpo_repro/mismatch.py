@@ -15,17 +15,34 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from grpo_repro import knobs
 from grpo_repro.objective import Objective, loss
-from grpo_repro.types import Forward, Minibatch, Norm
+from grpo_repro.types import ABSENT, Forward, Minibatch, Norm
 
 Correction = Callable[[Minibatch], Tensor]
 F64 = torch.float64
 SPREAD, POINTS = 16.0, 8001  # of the quadrature: ρ² of a product leans to z = 2σ√L
+
+# The usual parameters, under the names of the arms of experiments/ablations/engine_mismatch.yaml; the last is what has no bias.
+PRODUCT = "product, no bound"
+PER_TOKEN: dict[str, Correction] = {
+    "TIS token": partial(knobs.correction.truncate, w_max=2.0, level="token"),
+    "MIS token": partial(knobs.correction.mask, w_max=2.0, level="token"),
+    "IcePop": partial(knobs.correction.mask, w_min=0.5, w_max=5.0, level="token"),
+}
+PER_RESPONSE: dict[str, Correction] = {
+    "TIS sequence": partial(knobs.correction.truncate, w_max=2.0, level="sequence"),
+    "MIS sequence": partial(knobs.correction.mask, w_max=2.0, level="sequence"),
+    "TIS geometric": partial(knobs.correction.truncate, w_max=2.0, level="geometric"),
+    "MIS geometric": partial(knobs.correction.mask, w_max=2.0, level="geometric"),
+    PRODUCT: partial(knobs.correction.truncate, w_max=math.exp(20), level="sequence"),
+}
+METHODS: dict[str, Correction] = {"none": knobs.correction.none, **PER_TOKEN, **PER_RESPONSE}
 
 
 @dataclass(frozen=True)
@@ -110,16 +127,14 @@ def decisions(sigma: float, length: int, p: float = 0.7, threshold: float = 0.5)
     The sampler is worse everywhere, so errors add up coherently: its count of right tokens is σ√L standard deviations lower.
     """
     q = _shifted(p, sigma)
-    right_K, under_q_K, under_p_K = torch.arange(length + 1, dtype=F64), _binomial(length, q), _binomial(length, p)
-    seen_K = torch.maximum(under_p_K, under_p_K**2 / under_q_K.clamp(min=1e-300)) > 1e-14  # what ρ² can see of the rest is less
-    seen_K |= under_q_K > 1e-14
-    right_K, under_q_K, under_p_K = right_K[seen_K], under_q_K[seen_K], under_p_K[seen_K]
+    right_K, mu_K, pi_K = torch.arange(length + 1, dtype=F64), _binomial(length, q), _binomial(length, p)
+    seen_K = torch.stack([mu_K, pi_K, pi_K**2 / mu_K.clamp(min=1e-300)]).amax(0) > 1e-14  # of the rest not even ρ² sees anything
+    right_K, mu_K, pi_K = right_K[seen_K], mu_K[seen_K], pi_K[seen_K]
     solved_K = torch.special.ndtr((right_K - p * length) / math.sqrt(p * (1 - p) * length) - threshold)
-    share_N = torch.cat([solved_K, 1 - solved_K])  # a count of right tokens is two outcomes: the reward is 1, or 0
+    share_N = torch.cat([solved_K, 1 - solved_K])  # a number of right tokens is two outcomes: the reward is 1, or 0
     r_N = torch.cat([torch.ones_like(solved_K), torch.zeros_like(solved_K)])
     right_NT = (torch.arange(length) < right_K.unsqueeze(1)).repeat(2, 1)
-    chances = (share_N * under_K.repeat(2) for under_K in (under_q_K, under_p_K))
-    return _coins(*chances, r_N, right_NT, torch.ones_like(right_NT), p, q)
+    return _coins(share_N * mu_K.repeat(2), share_N * pi_K.repeat(2), r_N, right_NT, torch.ones_like(right_NT), p, q)
 
 
 def chain(gap: float, length: int, slip: float = 1e-3) -> World:
@@ -203,7 +218,8 @@ def _coins(chance_N: Tensor, exact_N: Tensor, r_N: Tensor, right_NT: Tensor, mas
     """Tokens that are right or wrong, with probability p = sigmoid(θ) under π and q under μ."""
     theta = torch.logit(torch.tensor(p, dtype=F64)).requires_grad_(True)
     logp_NT = torch.where(right_NT, torch.nn.functional.logsigmoid(theta), torch.nn.functional.logsigmoid(-theta))
-    sampler_NT = torch.where(right_NT, *torch.tensor([math.log(q), math.log1p(-q)], dtype=F64))  # floats would make float32
+    under_q = torch.tensor([math.log(q), math.log1p(-q)], dtype=F64)  # as floats, `where` would make float32 of them
+    sampler_NT = torch.where(right_NT, under_q[0], under_q[1])
     score_NT = (right_NT.to(F64) - p) * mask_NT
     return World(chance_N, exact_N, r_N, mask_NT, logp_NT, sampler_NT, theta, score_NT, shared=True)
 
@@ -224,7 +240,7 @@ def _shifted(p: float, sigma: float) -> float:
     return (low + high) / 2
 
 
-def _batch(old_NT: Tensor, sampler_NT: Tensor, mask_NT: Tensor | None = None, advantage_N1: Tensor | None = None) -> Minibatch:
+def _batch(old_NT: Tensor, sampler_NT: Tensor, mask_NT: Tensor | None = None, advantage_N1: Tensor = ABSENT) -> Minibatch:
     """Each row its own group; without a mask every token counts, and a sampler's log-prob broadcasts."""
     mask_NT = torch.ones(old_NT.shape, dtype=torch.bool) if mask_NT is None else mask_NT
     rows = len(old_NT)
