@@ -54,7 +54,8 @@ def floor(shape: Mapping[str, float], gflops: float, gb_s: float, weight_bytes: 
     """Seconds below which a step cannot be on a machine of these rates, by phase: {"sample", "update", "optimiser"}.
 
     Products: 2 · (d(2d + 2kv) + 3·d·ffn) · layers a token, 2·d·V a token that is predicted; backward twice the forward; attention
-    not counted. Sampling: prompts once, then at every token either all weights are read once, or the products take longer.
+    not counted, and a prompt once for its whole group. Sampling: prompts once, then at every token either all weights are read once, or
+    the products take longer.
     AdamW in fp32 reads parameter, gradient and two moments and writes all but the gradient: 28 bytes a parameter.
     """
     d, body = shape["d"], shape["layers"] * (shape["d"] * (2 * shape["d"] + 2 * shape["kv"]) + 3 * shape["d"] * shape["ffn"])
@@ -62,7 +63,8 @@ def floor(shape: Mapping[str, float], gflops: float, gb_s: float, weight_bytes: 
     rows, tokens = shape["rows"], shape["tokens"]
     rate, bandwidth = gflops * 1e9, gb_s * 1e9
     token = max((body + head) * weight_bytes / bandwidth, 2 * rows * (body + head) / rate)
-    forward = 2 * rows * ((shape["prompt_tokens"] + tokens) * body + tokens * head) / rate
+    packed = shape["prompts"] * shape["prompt_tokens"] + rows * tokens
+    forward = 2 * (packed * body + rows * tokens * head) / rate
     return {
         "sample": 2 * shape["prompts"] * shape["prompt_tokens"] * body / rate + tokens * token,
         "update": 3 * forward,

@@ -33,13 +33,14 @@ def arithmetic(precision: str) -> dict[str, str]:
 
 def configured(name: str, work: Workload, precision: str, updates: int = 1, **machine: Any) -> Run:
     """GRPO as TRL computes it: group z-score, ε .2, sequence mean, no KL, nothing measured beyond a step's own metrics."""
+    reuse = {"reuse": 1e-3} if precision == "fp32" else {}  # the engine's log-probs are π_old where they are this exact
     return parse_run(
         {
             "name": f"benchmark-{precision}",
             "policy": {"name": name, **arithmetic(precision)},
             "task": "short",
             "objective": {"preset": "grpo", "kl": "none", "reward": "exact_match"},
-            "rollout": {"group_size": work.group, "prompts": work.prompts, "updates": updates, "limit": work.tokens},
+            "rollout": {"group_size": work.group, "prompts": work.prompts, "updates": updates, "limit": work.tokens, **reuse},
             "scale": {"steps": 10**9, "lr": 1e-6, "warmup": 0, "eval_prompts": 0, "monitor": False},
             "machine": machine,
         },

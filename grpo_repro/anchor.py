@@ -14,9 +14,11 @@ from torch import Tensor
 
 from grpo_repro import knobs
 from grpo_repro.learner import Learner
-from grpo_repro.logprobs import forward, micro_batches, trim
+from grpo_repro.logprobs import forward, trim
 from grpo_repro.measure import Measured, measure
 from grpo_repro.types import ABSENT, Rollout
+
+PROBED = 4  # rows of a rollout by which its engine is judged
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,8 @@ def _needs_no_pass(learner: Learner, rollout: Rollout) -> bool:
 
 @torch.no_grad()
 def _probe(learner: Learner, rollout: Rollout) -> float:
-    """Mean |Δ log-prob| of engine and trainer over one micro-batch."""
-    rows_K = micro_batches(learner.policy.model, rollout, learner.run.machine.token_budget)[0]
+    """Mean |Δ log-prob| of engine and trainer over a few rows from all over the rollout."""
+    rows_K = torch.linspace(0, len(rollout.length_N) - 1, PROBED, device=rollout.length_N.device).long().unique()
     part = trim(rollout.rows(rows_K))
     logp_NT = forward(learner.policy.model, part, learner.run.rollout.temperature).logp_NT
     return float((logp_NT - part.sampler_NT).abs()[part.mask_NT].mean())
