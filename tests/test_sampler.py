@@ -319,6 +319,7 @@ def test_the_metrics_by_hand() -> None:
     totals = metrics.Totals()
     metrics.sampler(totals, drew, b)
     assert metrics.finish(totals, 1) == {
+        "updates": 1.0,
         "sampler/difference": pytest.approx(0.15),
         "sampler/difference/max": pytest.approx(0.2),
         "sampler/k3": pytest.approx((0.0214027582 + 0.0048374180) / 2, rel=1e-4),
@@ -326,7 +327,7 @@ def test_the_metrics_by_hand() -> None:
     }
     empty = metrics.Totals()
     metrics.sampler(empty, drew, replace(b, mask_NT=torch.zeros(1, 3, dtype=torch.bool)))
-    assert metrics.finish(empty, 1) == {}
+    assert metrics.finish(empty, 1) == {"updates": 1.0}
 
 
 def test_a_mismatch_is_told_once_and_names_the_knobs(
