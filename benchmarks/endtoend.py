@@ -93,7 +93,7 @@ def compared(model: str, precision: str, rounds: int) -> dict[str, Any]:
     """{option: ratio of the CPU seconds with it over those without, a step each in turn}; one that does not run has its reason instead."""
     found: dict[str, Any] = {}
     for option in theirs.OPTIONS:
-        if option == theirs.CHOSEN:
+        if option == theirs.CHOSEN or set(theirs.OPTIONS[option][1].items()) & set(theirs.PRECISIONS[precision][1].items()):
             continue
         with contextlib.ExitStack() as stack:
             try:

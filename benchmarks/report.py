@@ -23,8 +23,8 @@ median with a 95% bootstrap interval over the pairs; above 1 we are faster."""
 METHOD = """Both sides run in the same environment (torch, transformers), each in its own process, on the same folder of weights, the same
 prompts, group size, response length (no end token), reward function, AdamW, clip and number of optimiser steps, in one batch. Ours in
 bf16: products in bf16 on fp32 master weights. TRL: `GRPOTrainer` with `loss_type=grpo`, `scale_rewards=group`, `beta=0`, no gradient
-checkpointing, no logging or saving, SDPA attention, its default fused AdamW; autocast is `bf16=True`, weights is `dtype=bfloat16`. It
-also computes the entropy that it logs, and with μ=2 the log-probs of π_old.
+checkpointing, no logging or saving, its default fused AdamW, SDPA attention in fp32 and eager attention in bf16 (the faster one each);
+autocast is `bf16=True`, weights is `dtype=bfloat16`. It also computes the entropy that it logs, and with μ=2 the log-probs of π_old.
 
 **Equal work**: tokens generated, tokens in the loss and optimiser steps are equal in every step, and on one rollout that both are
 given, loss, gradient norm, entropy and mean reward agree (2·10⁻³ in fp32, 5·10⁻² in bf16); a case that fails is marked invalid."""
