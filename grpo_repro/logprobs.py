@@ -160,7 +160,7 @@ def _hidden(model: PreTrainedModel, r: Rollout) -> Tensor:
 
 def _log_softmax(logits_MV: Tensor, r: Rollout, temperature: float) -> Tensor:
     """log π [M, V] at the temperature, over the support that the sampler had. Outside it the lowest number, never −inf: 0·∞ is NaN."""
-    scaled_MV = logits_MV / (temperature or 1.0)
+    scaled_MV = _scaled(logits_MV, temperature or 1.0)
     if r.support_NTV is None:
         return torch.log_softmax(scaled_MV, -1)
     outside_MV = ~r.support_NTV[r.mask_NT]

@@ -56,8 +56,9 @@ def hidden(model: PreTrainedModel, r: Rollout) -> Tensor:
     """The states that predict live tokens, [M, D], in the order of `r.mask_NT`'s True entries."""
     attach(model)
     lay = layout(r)
+    none = lay.token_1S.new_ones(1, 1, 1, 1)  # four dimensions: taken as it is, where None would be made into a mask of S × S
     states_1SD = model.base_model(
-        input_ids=lay.token_1S, position_ids=lay.position_1S, use_cache=False, layout=lay
+        input_ids=lay.token_1S, position_ids=lay.position_1S, attention_mask=none, use_cache=False, layout=lay
     ).last_hidden_state
     return states_1SD[0].index_select(0, lay.predicts_M)
 
