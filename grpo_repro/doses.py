@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 
 from grpo_repro import stats
 from grpo_repro.claims import Window, windowed
-from grpo_repro.style import Look, finish, looks, new_figure, style
+from grpo_repro.style import Look, finish, looks, new_figure, style, tight
 from grpo_repro.types import UserError
 
 Dose = tuple[float, str, str]  # how much, and the panel and arm that had it
@@ -41,10 +41,12 @@ def doses(
         axes = fig.subplots(1, len(metrics), squeeze=False).ravel()
         step = (max(at.values()) - min(at.values()) or 1.0) / max(len(places) - 1, 1)
         for ax, (column, label, window) in zip(axes, metrics, strict=True):
-            for place, (name, family) in enumerate(families.items()):
+            drawn = {n: [(at[x], _means(frame, panel, arm, column, window)) for x, panel, arm in f] for n, f in families.items()}
+            for place, (name, points) in enumerate(drawn.items()):
                 aside = 0.16 * step * (place - (len(families) - 1) / 2)  # families of one dose stand side by side
-                points = [(at[x] + aside, _means(frame, panel, arm, column, window)) for x, panel, arm in family]
-                _family(ax, points, looks(list(families))[name], level)
+                _family(ax, [(x + aside, values) for x, values in points], looks(list(families))[name], level)
+            seen = [values for points in drawn.values() for _, values in points]
+            tight(ax, pd.concat(seen), max(map(len, seen)))
             ax.set(xlabel=xlabel, ylabel=f"{label}, {window}")
             ax.set_xticks([at[x] for x in places], [f"{x:g}" for x in places])
         if len(families) > 1:

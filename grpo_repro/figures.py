@@ -19,7 +19,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from grpo_repro import stats
 from grpo_repro.claims import Result, Window, interval_text, number, windowed
-from grpo_repro.style import SIZE, Look, caption, finish, looks, new_figure, save, style
+from grpo_repro.style import SIZE, Look, caption, finish, looks, new_figure, save, style, tight
 from grpo_repro.types import UserError
 
 __all__ = ["caption", "curves", "dots", "effects", "lines", "looks", "matrix", "save", "style"]
@@ -58,6 +58,7 @@ def curves(
         for ax, (column, label) in zip(axes, metrics, strict=False):
             for arm in shown:
                 _curve(ax, here[here.arm == arm], column, looks(arms)[arm], arm, per_seed, level)
+            tight(ax, here[column][here.arm.isin(shown)], here.seed.nunique())
             ax.set(xlabel="Step (rollouts)", ylabel=label)
             ax.xaxis.get_major_locator().set_params(integer=True)
         for ax in axes[len(metrics) :]:
@@ -184,6 +185,7 @@ def dots(
                 ax.errorbar(
                     x + 0.18, band.estimate, error, color=look.color, marker="_", ms=11, mew=2, capsize=4, lw=1.8, zorder=3
                 )
+        tight(ax, means, len(means))
         ax.set(ylabel=f"{label}, {window}", xlim=(-0.5, len(shown) - 0.5))
         ax.set_xticks(range(len(shown)), [textwrap.fill(arm, letters) for arm in shown])
         ax.grid(False, axis="x")

@@ -178,7 +178,7 @@ def tree(sigma: float, length: int, seed: int, answers: int = 3) -> World:
     return World(chance_N, exact_N, r_N, mask_NT, logp_NT, sampler_NT, theta_HV, score_NT, shared=False)
 
 
-def crossover(sigma: float, one: Correction, other: Correction, responses: int, longest: int = 2048) -> int | None:
+def crossover(sigma: float, one: Correction, other: Correction, responses: int, longest: int = 4096) -> int | None:
     """The length from which `other` has the smaller error in `decisions`, by 2%, from `responses` responses; None if not up to `longest`.
 
     Doubling, then bisection to about 2%: below that length `one` is taken to be better throughout.

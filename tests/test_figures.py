@@ -19,6 +19,7 @@ from grpo_repro.style import COLOURS, LINES, MARKERS
 from grpo_repro.types import UserError
 
 ARMS = ["base", "wide", "widest"]
+LAST = Steps(first=5, last=5)
 CAPTION = "3 seeds, 95% t interval over seeds. Commit abcdef0123."
 METRICS = [("entropy", "Entropy (nats)"), ("held_out", "Held-out accuracy (share)")]
 
@@ -268,3 +269,19 @@ def test_what_cannot_be_drawn_is_one_sentence() -> None:
         figures.effects(results(), {"entropy": "entropy (nats)"}, CAPTION)
     with pytest.raises(UserError, match="`annotations` must be 1 rows of 2 cells"):
         figures.matrix([[True, False]], ["r"], ["a", "b"], [["x"]], CAPTION)
+
+
+def test_with_two_seeds_the_axis_holds_what_was_seen_not_the_intervals() -> None:
+    """With three it holds the intervals too."""
+    for seeds in (2, 3):
+        frame, metrics = runs(seeds), [("entropy", "Entropy (nats)")]
+        drawn = (
+            figures.curves(frame, "peaked", metrics, ARMS, CAPTION),
+            figures.dots(frame, "peaked", metrics[0], LAST, ARMS, CAPTION),
+        )
+        for fig, low, high in zip(drawn, (0, 5), (25.1, 25.1), strict=True):
+            bottom, top = fig.axes[0].get_ylim()
+            assert (bottom, top) == pytest.approx((low - 0.1 * (high - low), high + 0.1 * (high - low)), abs=0.05) or seeds == 3
+            assert bottom < low < high < top
+    wide = runs(2).assign(entropy=lambda f: f.entropy + 3 * f.seed)
+    assert figures.dots(wide, "peaked", metrics[0], LAST, ARMS, CAPTION).axes[0].get_ylim()[1] < 32

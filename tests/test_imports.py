@@ -69,7 +69,7 @@ def test_imports_point_left(module: str) -> None:
     assert not right, f"{module} imports {sorted(right)}, which come after it"
 
 
-@pytest.mark.parametrize("module", ["stats", "claims", "style", "figures", "report", "seeds", "runpage", "runfigures"])
+@pytest.mark.parametrize("module", ["stats", "claims", "style", "figures", "doses", "report", "seeds", "runpage", "runfigures"])
 def test_what_reads_records_never_trains(module: str) -> None:
     if module not in MODULES:
         pytest.skip("not there yet")
