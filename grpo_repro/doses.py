@@ -67,7 +67,7 @@ def _means(frame: pd.DataFrame, panel: str, arm: str, column: str, window: Windo
 def _family(ax: Axes, points: Sequence[tuple[float, pd.Series]], look: Look, level: float) -> None:
     drawn = [(x, values) for x, values in points if len(values)]
     for x, values in drawn:
-        ax.plot([x] * len(values), values, ls="", marker=look.marker, color=look.color, ms=3.5, alpha=0.35, mew=0, zorder=1)
+        ax.plot([x] * len(values), values, ls="", marker=look.marker, color=look.color, ms=3.5, alpha=0.55, mew=0, zorder=4)
         if len(values) > 1:
             band = stats.paired_t(values.to_numpy(), level)
             ax.plot([x, x], [band.low, band.high], color=look.color, lw=2.2, solid_capstyle="butt", zorder=2)
