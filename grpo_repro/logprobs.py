@@ -21,6 +21,8 @@ from grpo_repro.types import ABSENT, Forward, Rollout, UserError
 LOWEST = -1e4  # log-prob of a token outside the support: its probability is exactly 0 in fp64 too
 WHOLE_VOCABULARY = 1024  # up to this many symbols a rollout's distributions are kept whole, and KL is exact
 KEPT_BYTES = 128 * 2**20  # of softmax that waits for the backward pass, over a large vocabulary
+CACHED_BYTES = 8 * 2**20  # of fp32 logits that are worked on at once: what a core's caches hold
+BLOCK = 8192  # rows of the head's gradient that are summed at once
 SMALL_VOCABULARY = 4096  # up to here all logits are kept for the backward pass: faster, and twice differentiable
 # Their logits are lm_head(hidden), nothing more. Others (soft caps, logit scales) go through their own forward.
 PLAIN_HEADS = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "gpt2", "olmo2", "phi3")
@@ -217,15 +219,16 @@ class _ChunkedHead(torch.autograd.Function):
         logp_M = x_MD.new_empty(len(x_MD), dtype=torch.promote_types(x_MD.dtype, torch.float32))
         entropy_M = torch.zeros_like(logp_M)
         for rows in _chunks(0, len(x_MD), chunk):
-            z_RV = _scaled(layers.product(x_MD[rows].to(dtype), W, b), temperature)
-            p_RV = torch.softmax(z_RV, -1)
-            largest_R, at_R = p_RV.max(-1)
-            total_R = z_RV.gather(-1, at_R[:, None])[:, 0] - largest_R.log()  # log Σ exp z
-            logp_M[rows] = z_RV.gather(-1, token_M[rows, None])[:, 0] - total_R
-            if entropy:
-                entropy_M[rows] = total_R - torch.linalg.vecdot(p_RV, z_RV.clamp(min=torch.finfo(z_RV.dtype).min))
-            if rows.start < kept:
-                softmax_KV[rows] = p_RV[: kept - rows.start]
+            logits_RV = layers.product(x_MD[rows].to(dtype), W, b)
+            for part in _chunks(rows.start, rows.stop, max(1, CACHED_BYTES // (len(W) * 4))):
+                z_RV = _scaled(logits_RV[part.start - rows.start : part.stop - rows.start], temperature)
+                p_RV = torch.softmax(z_RV, -1)
+                total_R = z_RV.amax(-1) - p_RV.amax(-1).log()  # log Σ exp z
+                logp_M[part] = z_RV.gather(-1, token_M[part, None])[:, 0] - total_R
+                if entropy:
+                    entropy_M[part] = total_R - torch.linalg.vecdot(p_RV, z_RV.clamp(min=torch.finfo(z_RV.dtype).min))
+                if part.start < kept:
+                    softmax_KV[part] = p_RV[: kept - part.start]
         ctx.save_for_backward(x_MD, W_VD, b_V, token_M, logp_M)
         ctx.softmax_KV = softmax_KV
         ctx.mark_non_differentiable(entropy_M)
@@ -239,27 +242,34 @@ class _ChunkedHead(torch.autograd.Function):
         W, b = W_VD.to(ctx.dtype), None if b_V is None else b_V.to(ctx.dtype)
         dx_MD = torch.zeros_like(x_MD) if want_x else None
         wide = torch.promote_types(W_VD.dtype, torch.float32)  # sums over chunks must not round to bf16
-        dW_VD = torch.zeros_like(W_VD, dtype=wide) if want_W else None
+        dW_VD: Tensor | None = None
         db_V = torch.zeros_like(b_V, dtype=wide) if want_b else None
         softmax_KV, ctx.softmax_KV = ctx.softmax_KV, None
         kept = len(softmax_KV)
+        scale_M = -grad_M / ctx.temperature  # of a row of softmax − onehot; it meets x and dx, not the V wide rows
         for rows in (*_chunks(0, kept, kept or 1), *_chunks(kept, len(x_MD), ctx.chunk)):
-            x_RD = x_MD[rows].to(ctx.dtype)
             if rows.stop <= kept:
-                g_RV = softmax_KV
+                p_RV = softmax_KV
             else:
-                g_RV = torch.softmax(_scaled(layers.product(x_RD, W, b), ctx.temperature), -1)
-            scale_R = grad_M[rows] / ctx.temperature
-            g_RV *= -scale_R[:, None]
-            own_R = (1.0 - logp_M[rows].exp()) * scale_R  # 1 − p of the drawn token, not lost where p rounds to 1
-            g_RV.scatter_(-1, token_M[rows, None], own_R[:, None].to(g_RV.dtype))
-            if db_V is not None:
-                db_V += g_RV.sum(0, dtype=wide)
-            g_RV = g_RV.to(ctx.dtype)
+                logits_RV = layers.product(x_MD[rows].to(ctx.dtype), W, b)
+                p_RV = torch.softmax(_scaled(logits_RV, ctx.temperature), -1).to(ctx.dtype)
+            own_R = logp_M[rows].exp() - 1.0  # of the drawn token, not lost where p rounds to 1
+            p_RV[torch.arange(len(p_RV), device=p_RV.device), token_M[rows]] = own_R.to(
+                p_RV.dtype
+            )  # scatter_ takes 10⁴ times as long
             if dx_MD is not None:
-                dx_MD[rows] = layers.matmul(g_RV, W).to(x_MD.dtype)
-            if dW_VD is not None:
-                dW_VD += layers.matmul(g_RV.t(), x_RD)
+                dx_MD[rows] = layers.matmul(p_RV, W).to(x_MD.dtype) * scale_M[rows, None]
+            x_RD = (x_MD[rows] * scale_M[rows, None]).to(ctx.dtype)
+            if want_W and dW_VD is None:
+                dW_VD = layers.matmul(p_RV.t(), x_RD).to(wide)
+            elif dW_VD is not None:
+                for block in _chunks(0, len(W), BLOCK):  # no second matrix of W's size
+                    dW_VD[block] += layers.matmul(p_RV[:, block].t(), x_RD)
+            if db_V is not None:
+                db_V += scale_M[rows].to(wide) @ p_RV.to(wide)
+            del p_RV
+        if want_W and dW_VD is None:  # not one token
+            dW_VD = torch.zeros_like(W_VD)
         dW = None if dW_VD is None else dW_VD.to(W_VD.dtype)
         db = None if db_V is None else db_V.to(b_V.dtype)
         return dx_MD, dW, db, None, None, None, None, None

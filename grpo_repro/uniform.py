@@ -63,8 +63,7 @@ def draw(logits_NV: Tensor, u_N: Tensor, temperature: float) -> tuple[Tensor, Te
         scaled_NV = scaled_NV / temperature
     p_NV = torch.softmax(scaled_NV, -1)
     token_N = p_NV.argmax(-1) if temperature == 0.0 else _inverted(p_NV, u_N)
-    largest_N, at_N = p_NV.max(-1)
-    total_N = scaled_NV.gather(-1, at_N[:, None])[:, 0] - largest_N.log()  # log Σ exp
+    total_N = scaled_NV.amax(-1) - p_NV.amax(-1).log()  # log Σ exp
     logp_N = scaled_NV.gather(-1, token_N[:, None])[:, 0] - total_N
     lowest = torch.finfo(scaled_NV.dtype).min  # a token outside a support has logit −inf, and 0·∞ is NaN
     entropy_N = total_N - torch.linalg.vecdot(p_NV, scaled_NV.clamp(min=lowest))

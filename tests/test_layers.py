@@ -109,15 +109,39 @@ def test_rounded_products_refuse_a_second_derivative() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows", [1, 16])
-def test_a_packed_weight_gives_the_same_products(dtype: torch.dtype, rows: int) -> None:
+def test_packed_layers_give_the_same_products(dtype: torch.dtype, bias: bool, rows: int) -> None:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    w, b, x = normal(48, 64, dtype=wide), normal(48, seed=1, dtype=wide), normal(5, rows, 64, seed=2, dtype=wide)
-    got = layers.Packed(w, b, dtype, rows)(x)
+    parts = [nn.Linear(64, m, bias=bias, dtype=wide) for m in (48, 16)]
+    x = normal(5, rows, 64, seed=2, dtype=wide)
+    both = layers.Packed(parts, dtype, rows)
+    got = both(x)
     assert got.dtype == wide
-    assert got.shape == (5, rows, 48)
-    expected = F.linear(x.to(dtype), w.to(dtype)).to(wide) + b
-    torch.testing.assert_close(got, expected, atol=1e-4 if dtype != torch.bfloat16 else 0.13, rtol=0)
+    assert got.shape == (5, rows, 64)
+    expected = torch.cat([F.linear(x.to(dtype), p.weight.to(dtype)).to(wide) + (p.bias if bias else 0.0) for p in parts], -1)
+    torch.testing.assert_close(got, expected, atol=1e-5 if dtype != torch.bfloat16 else 0.02, rtol=0)
+    assert both(x, torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_the_bf16_mlp_is_the_mlp() -> None:
+    """Value and gradients against fp64, within the rounding of bf16; other models and biased layers take the plain way."""
+    own = models.random_model("llama").model.layers[0].mlp
+    swapped = layers.swap(models.random_model("llama"), torch.bfloat16).model.layers[0].mlp
+    assert type(swapped) is layers.GatedMLP
+    x, up = normal(2, 9, 32, dtype=torch.float32), normal(2, 9, 32, seed=1, dtype=torch.float32)
+    results = []
+    for mlp, dtype in ((own.double(), torch.float64), (swapped, torch.float32)):
+        inputs = [x.to(dtype).requires_grad_(), *mlp.parameters()]
+        y = mlp(inputs[0])
+        results.append([y, *torch.autograd.grad((up.to(dtype) * y).sum(), inputs)])
+    for exact, rounded in zip(*results, strict=True):
+        assert rounded.dtype == torch.float32
+        torch.testing.assert_close(rounded.double(), exact, atol=0.02 * float(exact.detach().abs().max()), rtol=0)
+    assert not torch.equal(results[0][0].float(), results[1][0])
+    biased = layers.swap(models.random_model("llama_biased"), torch.bfloat16).model.layers[0].mlp
+    expected = models.random_model("llama_biased").model.layers[0].mlp(x).detach()
+    torch.testing.assert_close(biased(x).detach(), expected, atol=0.02 * float(expected.abs().max()), rtol=0)
 
 
 def test_bf16_compute_follows_fp32_and_trains_fp32_weights() -> None:

@@ -7,6 +7,7 @@ K key-value heads, H query heads, S cache slots (P prompt slots, then the respon
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -73,7 +74,8 @@ def decode(
     x_MPD = weights.layers_forward(prompt_MP, (slot_P - pad_M[:, None]).clamp(min=0), cache, 0, seen_M1PP)
     logits_RV = weights.logits(x_MPD[:, -1])[prompt_N]
     prompt_cache, cache = cache, weights.cache(N, P + T)
-    cache[..., :P, :] = prompt_cache[:, :, prompt_N]
+    cache.keys[..., :P] = prompt_cache.keys[:, prompt_N]
+    cache.values[..., :P, :] = prompt_cache.values[:, prompt_N]
 
     row_R, pad_R = torch.arange(N, device=device), pad_M[prompt_N]
     done_R = torch.zeros(N, dtype=torch.bool, device=device)
@@ -95,9 +97,10 @@ def decode(
                 break
             if live <= compact * len(done_R):
                 keep_R = torch.nonzero(~done_R)[:, 0]
-                for layer in cache:  # layer by layer, in place: no second cache
-                    layer[:, :live, :, : P + t] = layer[:, :, :, : P + t].index_select(1, keep_R)
-                cache = cache[:, :, :live]
+                for keys, values in zip(cache.keys, cache.values, strict=True):  # layer by layer, in place: no second cache
+                    keys[:live, ..., : P + t] = keys[..., : P + t].index_select(0, keep_R)
+                    values[:live, :, : P + t] = values[:, :, : P + t].index_select(0, keep_R)
+                cache = _Cache(cache.keys[:, :live], cache.values[:, :live])
                 row_R, pad_R, token_R, done_R = row_R[keep_R], pad_R[keep_R], token_R[keep_R], done_R[keep_R]
                 bias_R11S = bias_R11S[keep_R] if bias_R11S is not None else None
         seen = bias_R11S[..., : P + t + 1] if bias_R11S is not None else None
@@ -111,6 +114,13 @@ def _bias(pad_R: Tensor, slots: int, dtype: torch.dtype) -> Tensor:
     """0 where a slot may be seen, −inf in the padding before the prompt."""
     hidden_R11S = torch.arange(slots, device=pad_R.device) < pad_R[:, None, None, None]
     return torch.zeros(hidden_R11S.shape, dtype=dtype, device=pad_R.device).masked_fill_(hidden_R11S, -torch.inf)
+
+
+class _Cache(NamedTuple):
+    """Keys lie as the product with a query reads them. Both are in the dtype of the products' operands: half the traffic in bf16."""
+
+    keys: Tensor  # [L, R, K, d, S]
+    values: Tensor  # [L, R, K, S, d]
 
 
 @dataclass
@@ -150,8 +160,7 @@ class _Weights:
         sign_d[: d // 2] = -1
 
         def packed(*parts: nn.Linear) -> Packed:
-            bias = torch.cat([p.bias for p in parts]) if parts[0].bias is not None else None
-            return Packed(torch.cat([p.weight.to(dtype) for p in parts]), bias, dtype, rows)
+            return Packed(parts, dtype, rows)
 
         layers = []
         for layer in core.layers:
@@ -173,10 +182,11 @@ class _Weights:
         turn = cos_1Sd[0, :, None], (sin_1Sd * sign_d)[0, :, None]
         return cls(layers, packed(model.lm_head), model, heads, kv_heads, d, config.rms_norm_eps, *turn)
 
-    def cache(self, rows: int, slots: int) -> Tensor:
-        """An empty cache [L, 2 (keys, values), rows, K, slots, d]."""
-        like = self.layers[0].input_norm
-        return like.new_empty(len(self.layers), 2, rows, self.kv_heads, slots, self.head_dim)
+    def cache(self, rows: int, slots: int) -> _Cache:
+        """An empty one."""
+        head, (L, K, d) = self.model.lm_head.weight, (len(self.layers), self.kv_heads, self.head_dim)
+        keys, values = (head.new_empty(L, rows, K, *last, dtype=self.head.dtype) for last in ((d, slots), (slots, d)))
+        return _Cache(keys, values)
 
     def logits(self, x_RD: Tensor) -> Tensor:
         return self.head(self._norm(x_RD, self.model.model.norm.weight))
@@ -184,7 +194,7 @@ class _Weights:
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
 
-    def layers_forward(self, token_RQ: Tensor, position_RQ: Tensor, cache: Tensor, slot: int, seen: Tensor | None) -> Tensor:
+    def layers_forward(self, token_RQ: Tensor, position_RQ: Tensor, cache: _Cache, slot: int, seen: Tensor | None) -> Tensor:
         """Hidden states x_RQD of Q new tokens a row, written to the cache's slots from `slot` on.
 
         `seen` is a boolean mask [R, 1, Q, S] for a prefill (Q = P), and an additive one [R, 1, 1, S] or None for one token.
@@ -193,22 +203,23 @@ class _Weights:
         cos, sin = self.cos_S1d[position_RQ], self.sin_S1d[position_RQ]
         x = self.model.model.embed_tokens(token_RQ)
         act = self.model.model.layers[0].mlp.act_fn
-        for w, (keys, values) in zip(self.layers, cache, strict=True):
+        for w, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
             qkv = w.qkv(self._norm(x, w.input_norm)).view(R, Q, H + 2 * K, d)
             qk, v = qkv[:, :, : H + K], qkv[:, :, H + K :]
             if w.qk_norm is not None:
                 qk = F.rms_norm(qk, (d,), None, self.eps) * w.qk_norm
             qk = qk * cos + qk.roll(d // 2, -1) * sin
-            keys[:, :, slot : slot + Q] = qk[:, :, H:].transpose(1, 2)
+            keys[..., slot : slot + Q] = qk[:, :, H:].permute(0, 2, 3, 1)
             values[:, :, slot : slot + Q] = v.transpose(1, 2)
-            k_RKSd, v_RKSd = keys[:, :, : slot + Q], values[:, :, : slot + Q]
             if Q > 1 or slot == 0:
-                q = qk[:, :, :H].transpose(1, 2)
-                y = F.scaled_dot_product_attention(q, k_RKSd, v_RKSd, attn_mask=seen, enable_gqa=H != K).transpose(1, 2)
+                q, k, v = (z.transpose(1, 2) for z in (qk[:, :, :H], qk[:, :, H:], v))
+                y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=H != K).transpose(1, 2)
             else:  # plain products over groups of heads: on CPU faster than the fused kernel for one query
-                score = (qk[:, 0, :H].view(R, K, H // K, d) @ k_RKSd.transpose(2, 3)).float() * d**-0.5
-                y = torch.softmax(score if seen is None else score + seen, -1).to(x.dtype) @ v_RKSd
+                q = qk[:, 0, :H].view(R, K, H // K, d).to(keys.dtype)
+                score = (q @ keys[..., : slot + 1]).float() * d**-0.5
+                y = torch.softmax(score if seen is None else score + seen, -1).to(values.dtype) @ values[:, :, : slot + 1]
+                y = y.to(x.dtype)
             x = x + w.out(y.reshape(R, Q, H * d))
-            gate, up = w.gate_up(self._norm(x, w.mlp_norm)).chunk(2, -1)
-            x = x + w.down(act(gate) * up)
+            gate, up = w.gate_up(self._norm(x, w.mlp_norm), w.gate_up.dtype).chunk(2, -1)
+            x = x + w.down(act(gate) * up, x.dtype)
         return x
