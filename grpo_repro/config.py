@@ -3,7 +3,7 @@
 policy     the model and where it starts          objective  knobs ① to ⑤, ⑦ and the group filter of ⑥
 sampler    how old and exact the weights that draw are
 task       prompts and their verifier             rollout    the numbers of ⑥: G, prompts a step, μ, minibatches, temperature
-scale      steps, optimiser, evaluation           machine    device, threads, engine: changes speed, never the question asked
+scale      steps, optimiser, evaluation           machine    device, threads, engine: changes speed, not the question (vllm: its chance)
 """
 
 from __future__ import annotations
@@ -16,16 +16,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from grpo_repro import NUMERICS, knobs, presets, strict_yaml, tasks, weights
+from grpo_repro.machine import Machine, Strict
 from grpo_repro.objective import Objective
 from grpo_repro.spec import Spec, bind, nearest, problem, public, unbind
 from grpo_repro.types import NonNegative, Nucleus, Positive, Share, UserError
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class Policy(Strict):
@@ -117,22 +114,6 @@ class Critic(Strict):
     detach: bool = Field(default=False, description="train the head alone, not the trunk")
 
 
-class Machine(Strict):
-    device: str = "auto"
-    threads: int = Field(default=0, ge=0, description="torch threads; 0: leave as it is")
-    token_budget: int = Field(default=16384, ge=1, description="padded tokens a micro-batch, prompt included")
-    gradient_checkpointing: bool = Field(
-        default=False, description="compute layers again in the backward pass: less memory, slower"
-    )
-    batch_rows: int = Field(default=512, ge=1, description="rows decoded at once")
-    engine: Literal["decoder", "transformers"] = "decoder"
-    overlap: bool = Field(
-        default=False,
-        description="draw in another process, ahead of the trainer by sampler.staleness; threads are each process's",
-    )
-    checkpoint_every: int = Field(default=10, ge=0, description="steps between checkpoints of `grpo-repro run`; 0: none")
-
-
 class Run(Strict):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80)
     seed: int = Field(default=0, ge=0, lt=2**62)  # what torch's generators take, with room for offsets
@@ -168,6 +149,8 @@ class Run(Strict):
         data["task"] = unbind(tasks.bound(self.task), brief=True)
         if "weights" in data.get("sampler", {}):
             data["sampler"]["weights"] = unbind(distortion(self.sampler), brief=True)
+        if self.machine.engine == "vllm":
+            data["engine"] = ["vllm", self.machine.vllm.dtype, "server" if self.machine.server else "in process"]
         text = json.dumps({"numerics": NUMERICS, **data}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -38,7 +38,7 @@ def exam(learner: Learner) -> dict[str, float]:
         top_k=run.rollout.top_k,
         seed=run.seed,
         step=EXAM,
-        engine=run.machine.engine,
+        engine=learner.sampler.examining(policy),
         batch_rows=run.machine.batch_rows,
     )
     judged = judge(lambda prompt, response: response.correct, rollout, task, policy, run.seed, EXAM)

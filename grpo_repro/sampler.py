@@ -20,6 +20,9 @@ from grpo_repro.config import Run
 from grpo_repro.objective import Objective
 from grpo_repro.policy import Policy
 from grpo_repro.rollout import Births
+from grpo_repro.rollout.engine import Engine
+from grpo_repro.rollout.opening import opened
+from grpo_repro.rollout.verified import Verified
 from grpo_repro.tasks import Task
 from grpo_repro.types import Rollout
 
@@ -33,6 +36,7 @@ class Sampler:
     """The policy that draws, what it draws for, and the responses that it has not finished (partial rollouts).
 
     `own`: its model is its own; else it is the trainer's, or the past's, and has the right weights already.
+    `engine`: vLLM, which has a copy of those weights and gets every version.
     """
 
     run: Run
@@ -40,6 +44,7 @@ class Sampler:
     task: Task
     objective: Objective
     own: bool
+    engine: Verified | None = None
     version: int = -1
     pending: tuple[Rollout, Births] | None = field(default=None, repr=False)
 
@@ -47,9 +52,14 @@ class Sampler:
     def limit(self) -> int:
         return self.run.rollout.limit or self.task.limit
 
+    @property
+    def draws(self) -> str | Engine:
+        """What `sample` is given as its engine."""
+        return self.engine or self.run.machine.engine
+
     @torch.no_grad()
     def load(self, exact: Weights, version: int) -> None:
-        """Draw from these weights from now on, distorted as the run says."""
+        """Draw from these weights from now on, distorted as the run says. Raises EngineError where the engine did not take them."""
         if self.own and version != self.version:
             distort = config.distortion(self.run.sampler)
             for number, (name, p) in enumerate(self.policy.model.named_parameters()):
@@ -63,7 +73,16 @@ class Sampler:
             for module in self.policy.model.modules():
                 if isinstance(module, layers.Linear) and module.weight.dtype not in layers.FULL:
                     module.compute = module.weight.dtype  # half precision runs in half precision
+        if self.engine is not None and version != self.version:
+            self.engine.sync(self.policy)
         self.version = version
+
+    def examining(self, policy: Policy) -> str | Engine:
+        """What draws for an exam of this policy. An engine has its weights until the next `load`, which brings back its own."""
+        if self.engine is not None:
+            self.version = -1
+            self.engine.sync(policy)
+        return self.draws
 
 
 @dataclass
@@ -136,12 +155,12 @@ class Past:
 
 
 def started(run: Run, policy: Policy, task: Task, objective: Objective) -> tuple[Sampler, Past]:
-    """Who draws for a policy in training, and the past that it draws from."""
+    """Who draws for a policy in training, and the past that it draws from. Raises UserError where its engine cannot be had."""
     past = Past.of(run.sampler, policy.model, run.machine.overlap)
     own = "exact" not in knobs.traits(config.distortion(run.sampler))
     model = copy.deepcopy(policy.model).requires_grad_(False) if own else past.model
     drawing = policy if model is policy.model else replace(policy, model=model)
-    return Sampler(run, drawing, task, objective, own), past
+    return Sampler(run, drawing, task, objective, own, opened(run, drawing, task, objective)), past
 
 
 def views(slot: Tensor, layout: Layout) -> Weights:

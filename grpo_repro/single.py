@@ -14,7 +14,7 @@ from collections.abc import Generator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -24,7 +24,10 @@ from grpo_repro.config import Run
 from grpo_repro.grid import exclusive
 from grpo_repro.progress import Progress, quiet_libraries
 from grpo_repro.record import Row
-from grpo_repro.types import Answer, UserError
+from grpo_repro.types import Answer, EngineError, UserError
+
+if TYPE_CHECKING:
+    from grpo_repro.learner import Learner
 
 LINES = ("metrics.jsonl", "answers.jsonl")  # every line has its `step`
 MOSTLY_FLAT = 0.9  # share of groups without signal from which on the user is told, once
@@ -148,14 +151,14 @@ def _rows(run: Run, folder: RunFolder, fresh: bool) -> Generator[tuple[Row, tupl
             bar.note(sentence)
         bar.say(text="loading the policy and its task")
         policy, task = start.load(run, paths.cache())
-        learner = Learner.of(run, policy, task)
+        learner = stack.enter_context(closing(Learner.of(run, policy, task)))
         first = 0 if fresh else checkpoint.load(learner, folder.checkpoints)
         if first:
             bar.note(f"{run.name}: goes on at step {first}, from its last checkpoint.")
             bar.advance(run.name, first - 1, run.scale.steps)
         dead = sum(json.loads(line).get("groups/zero_variance") == 1.0 for line in folder.before(first))
         told = warned = False
-        for row in stack.enter_context(closing(train.steps(learner, first))):
+        for row in stack.enter_context(closing(_kept(train.steps(learner, first), learner, first, folder))):
             bar.advance(run.name, int(row["step"]), run.scale.steps)
             bar.say(text=headline(row))
             flat = row.get("groups/zero_variance", 0.0)
@@ -178,6 +181,20 @@ def _rows(run: Run, folder: RunFolder, fresh: bool) -> Generator[tuple[Row, tupl
             )
         policies.save(policy, folder.policy)
         shutil.rmtree(folder.checkpoints, ignore_errors=True)
+
+
+def _kept(rows: Generator[Row, None, None], learner: Learner, done: int, folder: RunFolder) -> Generator[Row, None, None]:
+    """The rows; where the engine fails, the steps made until then are kept in a checkpoint, `done` of them before the first row."""
+    first = done
+    try:
+        with closing(rows):
+            for row in rows:
+                yield row
+                done = int(row["step"]) + 1
+    except EngineError as error:
+        if done > first:
+            checkpoint.save(learner, done, folder.checkpoints)
+        raise EngineError(f"{error} The same command (without --force) goes on from step {done}.") from None
 
 
 def _drop_empty(path: Path) -> None:

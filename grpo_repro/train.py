@@ -7,6 +7,7 @@ One path for CPU and CUDA. No files, no global state: a step depends on the Lear
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from contextlib import closing
 
 import torch
 
@@ -25,7 +26,7 @@ from grpo_repro.overlap import Draw, drawing
 from grpo_repro.policy import Policy
 from grpo_repro.reference import refresh
 from grpo_repro.tasks import Task
-from grpo_repro.types import ABSENT, Minibatch, NonFinite, Rollout
+from grpo_repro.types import ABSENT, EngineError, Minibatch, NonFinite, Rollout
 from grpo_repro.update import update
 
 Row = dict[str, float]
@@ -37,7 +38,8 @@ def train(run: Run, policy: Policy, task: Task) -> Iterator[Row]:
     A row describes the rollout that the policy drew *before* the step's updates, and the updates made on it.
     Raises UserError for a mistake of the user's, NonFinite (with step, tensor and likely knob) when a number blows up.
     """
-    yield from steps(Learner.of(run, policy, task))
+    with closing(Learner.of(run, policy, task)) as learner:
+        yield from steps(learner)
 
 
 def steps(learner: Learner, first: int = 0) -> Generator[Row, None, None]:
@@ -47,8 +49,8 @@ def steps(learner: Learner, first: int = 0) -> Generator[Row, None, None]:
         for step in range(first, run.scale.steps):
             try:
                 row = one_step(learner, step, draw)
-            except NonFinite as error:
-                raise NonFinite(f"step {step}: {error}.") from None
+            except (NonFinite, EngineError) as error:
+                raise type(error)(f"step {step}: {str(error).rstrip('.')}.") from None
             yield row
     yield Row(step=run.scale.steps) | exam(learner)
 
@@ -58,14 +60,14 @@ def one_step(learner: Learner, step: int, draw: Draw | None = None) -> Row:
     run, policy, model = learner.run, learner.policy, learner.policy.model
     clock, row, objective = Clock(), Row(step=step), learner.bound
     learner.answers = ()
-    if learner.reference is not None:
-        refresh(learner.reference, model, run.reference, step, learner.optimizer)
     if step == 0 or (run.scale.eval_every and step % run.scale.eval_every == 0):
         with clock("exam"):
             row |= exam(learner)
     with clock("sample"):
         learner.sync(step)
         rollout, judged, found = draw(step) if draw is not None else collect(learner.sampler, step)
+    if learner.reference is not None:  # the first change of the step: an engine that failed before leaves a checkpoint's learner
+        refresh(learner.reference, model, run.reference, step, learner.optimizer)
     with clock("old"):
         a = anchored(learner, rollout)
         ref = measure(learner.reference, rollout, run, policy.vocab) if learner.reference is not None else None
@@ -79,6 +81,7 @@ def one_step(learner: Learner, step: int, draw: Draw | None = None) -> Row:
         metrics.sampler(totals, a.drew.logp_NT, b)
     row |= metrics.entropy(a.drew.entropy_NT, rollout.mask_NT, judged.positions) | metrics.finish(totals, made)
     row |= {"sampler/age": float(step - learner.sampler.version), "sampler/reused": float(a.reused)}
+    row |= learner.sampler.engine.row() if learner.sampler.engine is not None else {}
     if a.difference is not None:
         row["sampler/difference"] = a.difference
     if a.lags:

@@ -59,6 +59,10 @@ class UserError(Exception):
     """A mistake in what the user gave us. The message is one sentence: what is wrong, where, and what to write instead."""
 
 
+class EngineError(UserError):
+    """An engine did not do what it was asked. It is raised before a step changes anything, so the run goes on from that step."""
+
+
 class NonFinite(UserError):
     """A number of the step is NaN or infinite. The message names the tensor and the likely knob; the loop adds the step."""
 

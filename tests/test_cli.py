@@ -52,7 +52,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         (folder / "config.json").write_text("{}")
 
     monkeypatch.setattr(start, "load", lambda run, cache: (SimpleNamespace(), SimpleNamespace()))
-    monkeypatch.setattr(learner.Learner, "of", lambda run, model, task: SimpleNamespace(run=run, answers=()))
+    monkeypatch.setattr(learner.Learner, "of", lambda run, model, task: SimpleNamespace(run=run, answers=(), close=lambda: None))
     monkeypatch.setattr(train, "steps", lambda made, first: loop(made.run, None, None))
     monkeypatch.setattr(policy, "save", save)
     return done

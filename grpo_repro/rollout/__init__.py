@@ -1,4 +1,7 @@
-"""Sampling responses: one `sample()` over several engines. Chance is indexed, so engines and batch sizes agree on the tokens."""
+"""Sampling responses: one `sample()` over several engines. Chance is indexed, so engines and batch sizes agree on the tokens.
+
+An engine is a name (it reads the policy's own module) or an object (engine.py: vLLM, which draws by seeds of its own).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from torch import Tensor
 
 from grpo_repro.policy import Policy
 from grpo_repro.rollout import decoder, generate
+from grpo_repro.rollout.engine import Engine, answered, asks_of, seeds
 from grpo_repro.types import ABSENT, Drawn, NonFinite, Prompt, Rollout, UserError
 from grpo_repro.uniform import TOKENS, uniform
 
@@ -25,7 +29,7 @@ class Decoding:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: all
-    engine: str = "decoder"
+    engine: str | Engine = "decoder"
     batch_rows: int = 512
 
 
@@ -62,7 +66,7 @@ def sample(
     temperature: float = 1.0,
     top_p: float = 1.0,
     top_k: int = 0,
-    engine: str = "decoder",
+    engine: str | Engine = "decoder",
     batch_rows: int = 512,
     first: int = 0,
     first_member: int = 0,
@@ -75,6 +79,8 @@ def sample(
     Temperature 0 is greedy. A response keeps its end token; `cut_N` marks those that found none within the limit.
     Log-probs are those of the distribution sampled from (at temperature 1 when greedy): renormalised over the support with top-p or
     top-k. T is the longest response drawn.
+
+    An engine object draws with seeds made of (seed, step, first + m, first_member + g) instead, and from the weights of its last sync.
 
     Raises UserError for an unknown engine, a model that the decoder does not support, a prompt that is empty, has tokens the
     model lacks, or leaves no room for `limit` tokens in its context; NonFinite when the model's logits are NaN.
@@ -148,6 +154,13 @@ def _draw(
 ) -> Drawn:
     """In batches of rows; a row's first token has the index offset_N."""
     device = policy.device
+    if not isinstance(how.engine, str):
+        prompts = [tuple(row[len(row) - n :]) for row, n in zip(prompt_MP.tolist(), length_M.tolist(), strict=True)]
+        seed_N = seeds(seed, births.step_N, births.prompt_N, births.member_N, offset_N)
+        asks = asks_of([prompts[m] for m in prompt_N.tolist()], seed_N, alone=how.temperature == 0.0)
+        answers = how.engine.draw(asks, limit, policy.end_ids, how.temperature, how.top_p, how.top_k)
+        token_NT, logp_NT = answered(how.engine.name, asks, answers, limit, policy.end_ids, policy.vocab)
+        return Drawn(token_NT.to(device), logp_NT.to(device))
     end_V = torch.zeros(policy.vocab, dtype=torch.bool, device=device)
     end_V[sorted(policy.end_ids)] = True
     token_T = torch.arange(limit, device=device)
@@ -242,8 +255,10 @@ def _left_pad(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> 
 
 
 def _check(policy: Policy, prompts: Sequence[Prompt], largest: int, limit: int, how: Decoding) -> None:
-    if how.engine not in ENGINES:
-        raise UserError(f"unknown rollout engine {how.engine!r}: write one of {', '.join(sorted(ENGINES))}")
+    if isinstance(how.engine, str) and how.engine not in ENGINES:
+        raise UserError(
+            f"unknown rollout engine {how.engine!r}: write one of {', '.join(sorted(ENGINES))}, or give an open engine"
+        )
     reason = decoder.supports(policy.model) if how.engine == "decoder" else None
     if reason:
         raise UserError(f"the engine 'decoder' cannot run the model {policy.name!r}: {reason}; write engine: transformers")
