@@ -79,7 +79,8 @@ def measured(how: argparse.Namespace) -> dict[str, Any]:
     start = time.perf_counter() - began
     prompts = [{"prompt_token_ids": [1000 + 7 * i + 31 * t for t in range(how.prompt_tokens)]} for i in range(how.prompts)]
 
-    def once(i: int) -> float:
+    def once(i: int) -> tuple[float, float]:
+        """Seconds of the clock, and of all cores."""
         params = SamplingParams(
             n=how.rows // how.prompts,
             seed=i if how.seeded else None,
@@ -90,19 +91,20 @@ def measured(how: argparse.Namespace) -> dict[str, Any]:
             detokenize=False,
         )
         llm.reset_prefix_cache()
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.process_time()
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - began
+        seconds, worked = time.perf_counter() - began, time.process_time() - worked
         drawn = [len(one.token_ids) for request in outputs for one in request.outputs]
         assert drawn == [how.tokens] * how.rows, f"vLLM drew {drawn}, not {how.rows} times {how.tokens} tokens"
-        return seconds
+        return seconds, worked
 
     once(0)  # its first call compiles and warms up
-    seconds = [once(1 + i) for i in range(how.repeat)]
+    seconds, worked = map(list, zip(*(once(1 + i) for i in range(how.repeat)), strict=True))
     return {
         "engine": "vllm",
         "version": version(),
         "seconds": seconds,
+        "cpu_seconds": worked,
         "tokens_per_second": [how.rows * how.tokens / s for s in seconds],
         "start_seconds": start,
         "preloaded": os.environ[PRELOADED].split(),

@@ -3,7 +3,7 @@
     .venv-vllm/bin/python -m benchmarks.vllm_mismatch          (the environment of `make vllm`)
 
 SmolLM2, responses to its own task's prompts at temperature 1; vLLM in bfloat16 and float32 against our trainer in float32, and with
-products in bfloat16. Also after 20 updates' worth of noise, where a sync that went wrong would show.
+products in bfloat16; then every weight is changed, and the same is measured before and after a sync.
 """
 
 from __future__ import annotations
