@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,6 +20,8 @@ from benchmarks.store import Case
 from grpo_repro import paths
 from grpo_repro.collect import collect
 from grpo_repro.learner import Learner
+from grpo_repro.rollout import _left_pad, decoder
+from grpo_repro.uniform import TOKENS, uniform
 
 VLLM = ".venv-vllm"
 BATCHES = (64, 256, 512)  # of the tiny model
@@ -141,5 +144,19 @@ def vllm(threads: int) -> dict[str, Any]:
 
 
 def alone(rounds: int) -> dict[str, Any]:
-    """Ours in bf16: seconds and tokens."""
-    return alternated({"ours": partial(drawn, ours.learner("smollm2", "bf16"))}, rounds)["engines"]["ours"]
+    """Ours in bf16, decoding alone, as vLLM is timed with its weights loaded: seconds, tokens, and the seconds of preparing the weights."""
+    made = ours.learner("smollm2", "bf16")
+    policy, T, rows = made.policy, made.limit, _rows(made)
+    prompt_MP, length_M = _left_pad(sorted(set(map(tuple, rows))), policy.pad_id, policy.device)
+    prompt_N = torch.arange(len(prompt_MP)).repeat_interleave(len(rows) // len(prompt_MP))
+    began = time.perf_counter()
+    with torch.inference_mode():
+        weights = decoder.Weights.of(policy.model, prompt_MP.shape[1] + T, len(rows))
+    prepared = time.perf_counter() - began
+
+    def decoded(step: int) -> int:
+        u_NT = uniform(0, TOKENS, step, prompt_N[:, None], torch.arange(len(rows))[:, None], torch.arange(T))
+        never_V = torch.zeros(policy.vocab, dtype=torch.bool)
+        return decoder.decode(policy.model, prompt_MP, length_M, prompt_N, u_NT, never_V, 1.0, weights=weights).token_NT.numel()
+
+    return {**alternated({"ours": decoded}, rounds)["engines"]["ours"], "prepare": [prepared]}

@@ -53,14 +53,16 @@ def decode(
     top_k: int = 0,
     *,
     compact: float = COMPACT,
+    weights: Weights | None = None,
 ) -> Drawn:
     """Sample a response a row.
 
     prompt_MP holds the M distinct prompts, left-padded; row n continues prompt_MP[prompt_N[n]] with the uniforms u_NT[n].
-    end_V marks the tokens that end a response. What a row holds after its end token is undefined.
+    end_V marks the tokens that end a response. What a row holds after its end token is undefined. `weights`: prepared before, from
+    the model as it is; by default they are prepared here, so that they are never out of step.
     """
     (N, T), P, device = u_NT.shape, prompt_MP.shape[1], prompt_MP.device
-    weights = _Weights.of(model, P + T, N)
+    weights = weights or Weights.of(model, P + T, N)
     token_TN = torch.zeros(T, N, dtype=torch.int64, device=device)
     logp_TN, entropy_TN = torch.zeros(T, N, device=device), torch.zeros(T, N, device=device)
     u_TN = u_NT.t().contiguous()
@@ -137,7 +139,9 @@ class _Layer:
 
 
 @dataclass
-class _Weights:
+class Weights:
+    """A model's weights as the decoder reads them: joined, cast, packed."""
+
     layers: list[_Layer]
     head: Packed
     model: PreTrainedModel
@@ -149,8 +153,8 @@ class _Weights:
     sin_S1d: Tensor  # its first half negated, so that rotate_half is a roll
 
     @classmethod
-    def of(cls, model: PreTrainedModel, slots: int, rows: int) -> _Weights:
-        """The weights as they are now; `rows` are decoded at once."""
+    def of(cls, model: PreTrainedModel, slots: int, rows: int) -> Weights:
+        """As they are now, for `slots` tokens a row (prompt and response) and `rows` decoded at once."""
         config, core, dtype = model.config, model.model, compute_dtype(model)
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         position_1S = torch.arange(slots, device=model.device)[None]
