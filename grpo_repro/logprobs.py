@@ -196,8 +196,8 @@ def _entropy(logp_V: Tensor) -> Tensor:
 class _ChunkedHead(torch.autograd.Function):
     """log softmax(x Wᵀ + b)/T at given tokens, a chunk of rows at a time, the products' operands in `dtype`.
 
-    ∂logp/∂logits = (onehot − softmax)/T. The softmax of the first KEPT_BYTES' worth of rows is kept for the backward pass, which
-    computes that of the others again: small batches pay one pass, large ones a bounded memory. Once differentiable.
+    ∂logp/∂logits = (onehot − softmax)/T. The softmax is kept for the backward pass where all of it fits in KEPT_BYTES, and computed
+    again where it does not: small batches pay one pass, large ones a bounded memory. Once differentiable.
     """
 
     @staticmethod
@@ -214,23 +214,24 @@ class _ChunkedHead(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.temperature, ctx.chunk, ctx.dtype = temperature, chunk, dtype
         W, b = W_VD.to(dtype), None if b_V is None else b_V.to(dtype)
-        kept = min(len(x_MD), KEPT_BYTES // (len(W) * W.itemsize)) if any(ctx.needs_input_grad) else 0
-        softmax_KV = W.new_empty(kept, len(W))
+        keep = any(ctx.needs_input_grad) and len(x_MD) * len(W) * W.itemsize <= KEPT_BYTES
+        softmax_MV = W.new_empty(len(x_MD), len(W)) if keep else None
         logp_M = x_MD.new_empty(len(x_MD), dtype=torch.promote_types(x_MD.dtype, torch.float32))
         entropy_M = torch.zeros_like(logp_M)
         for rows in _chunks(0, len(x_MD), chunk):
             logits_RV = layers.product(x_MD[rows].to(dtype), W, b)
-            for part in _chunks(rows.start, rows.stop, max(1, CACHED_BYTES // (len(W) * 4))):
-                z_RV = _scaled(logits_RV[part.start - rows.start : part.stop - rows.start], temperature)
+            for here in _cached(logits_RV):
+                part = slice(rows.start + here.start, rows.start + here.stop)
+                z_RV = _scaled(logits_RV[here], temperature)
                 p_RV = torch.softmax(z_RV, -1)
                 total_R = z_RV.amax(-1) - p_RV.amax(-1).log()  # log Σ exp z
                 logp_M[part] = z_RV.gather(-1, token_M[part, None])[:, 0] - total_R
                 if entropy:
                     entropy_M[part] = total_R - torch.linalg.vecdot(p_RV, z_RV.clamp(min=torch.finfo(z_RV.dtype).min))
-                if part.start < kept:
-                    softmax_KV[part] = p_RV[: kept - part.start]
+                if softmax_MV is not None:
+                    softmax_MV[part] = p_RV
         ctx.save_for_backward(x_MD, W_VD, b_V, token_M, logp_M)
-        ctx.softmax_KV = softmax_KV
+        ctx.softmax_MV = softmax_MV
         ctx.mark_non_differentiable(entropy_M)
         return logp_M, entropy_M
 
@@ -242,32 +243,30 @@ class _ChunkedHead(torch.autograd.Function):
         W, b = W_VD.to(ctx.dtype), None if b_V is None else b_V.to(ctx.dtype)
         dx_MD = torch.zeros_like(x_MD) if want_x else None
         wide = torch.promote_types(W_VD.dtype, torch.float32)  # sums over chunks must not round to bf16
-        dW_VD: Tensor | None = None
+        dW_VD = None if ctx.softmax_MV is not None or not want_W else torch.zeros_like(W_VD, dtype=wide)
         db_V = torch.zeros_like(b_V, dtype=wide) if want_b else None
-        softmax_KV, ctx.softmax_KV = ctx.softmax_KV, None
-        kept = len(softmax_KV)
         scale_M = -grad_M / ctx.temperature  # of a row of softmax − onehot; it meets x and dx, not the V wide rows
-        for rows in (*_chunks(0, kept, kept or 1), *_chunks(kept, len(x_MD), ctx.chunk)):
-            if rows.stop <= kept:
-                p_RV = softmax_KV
+        kept_MV, ctx.softmax_MV = ctx.softmax_MV, None
+        for rows in _chunks(0, len(x_MD), ctx.chunk if kept_MV is None else max(len(x_MD), 1)):
+            if kept_MV is not None:
+                p_RV = kept_MV
             else:
-                logits_RV = layers.product(x_MD[rows].to(ctx.dtype), W, b)
-                p_RV = torch.softmax(_scaled(logits_RV, ctx.temperature), -1).to(ctx.dtype)
-            own_R = logp_M[rows].exp() - 1.0  # of the drawn token, not lost where p rounds to 1
-            p_RV[torch.arange(len(p_RV), device=p_RV.device), token_M[rows]] = own_R.to(
-                p_RV.dtype
-            )  # scatter_ takes 10⁴ times as long
+                p_RV = layers.product(x_MD[rows].to(ctx.dtype), W, b)
+                for here in _cached(p_RV):
+                    p_RV[here] = torch.softmax(_scaled(p_RV[here], ctx.temperature), -1)
+            own_R = (logp_M[rows].exp() - 1.0).to(p_RV.dtype)  # p − 1 of the drawn token, not lost where p rounds to 1
+            row_R = torch.arange(len(p_RV), device=p_RV.device)
+            p_RV[row_R, token_M[rows]] = own_R  # scatter_ takes 10⁴ times as long
             if dx_MD is not None:
                 dx_MD[rows] = layers.matmul(p_RV, W).to(x_MD.dtype) * scale_M[rows, None]
             x_RD = (x_MD[rows] * scale_M[rows, None]).to(ctx.dtype)
-            if want_W and dW_VD is None:
+            if want_W and kept_MV is not None:
                 dW_VD = layers.matmul(p_RV.t(), x_RD).to(wide)
             elif dW_VD is not None:
                 for block in _chunks(0, len(W), BLOCK):  # no second matrix of W's size
                     dW_VD[block] += layers.matmul(p_RV[:, block].t(), x_RD)
             if db_V is not None:
                 db_V += scale_M[rows].to(wide) @ p_RV.to(wide)
-            del p_RV
         if want_W and dW_VD is None:  # not one token
             dW_VD = torch.zeros_like(W_VD)
         dW = None if dW_VD is None else dW_VD.to(W_VD.dtype)
@@ -279,7 +278,12 @@ def _chunks(first: int, end: int, size: int) -> Iterator[slice]:
     return (slice(i, min(i + size, end)) for i in range(first, end, size))
 
 
+def _cached(logits_RV: Tensor) -> Iterator[slice]:
+    """Few rows at a time, whose fp32 logits stay in a core's caches from one operation to the next."""
+    return _chunks(0, len(logits_RV), max(1, CACHED_BYTES // (logits_RV.shape[-1] * 4)))
+
+
 def _scaled(logits_RV: Tensor, temperature: float) -> Tensor:
-    """In fp32 or better, at the temperature; in place where it is a copy already."""
+    """In fp32 or better, at the temperature."""
     wide_RV = _upcast(logits_RV)
     return wide_RV if temperature == 1.0 else wide_RV / temperature
