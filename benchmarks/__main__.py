@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import decode, endtoend, floors, headmemory, scaling, store
+from benchmarks import choices, decode, endtoend, floors, headmemory, scaling, store
 
 PARTS = {
     "floors": floors.cases,
@@ -14,6 +14,7 @@ PARTS = {
     "memory": headmemory.cases,
     "scaling": scaling.cases,
     "profile": floors.profiles,
+    "choices": choices.cases,
 }
 ON_REQUEST = {"options": endtoend.options}
 

@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any
-
-import yaml
 
 from benchmarks import pictures, tables
 from benchmarks.store import all_cases, folder
@@ -41,9 +37,12 @@ b: seconds ∝ xᵇ over the sweep. Runs: a process each, as many at once as the
 FLOORS = """Rates are the best of several tries. A floor has all products at the best rate of its precision and thread count, all weights
 and optimiser states streamed once at the best bandwidth, and nothing else: `compare.floor`."""
 
+TRIED = """One thread, a way each in turn. Near 1 a choice does not pay by itself, below 1 it costs. Not measured here, because they need
+other conditions: torch.compile of the decode step (a compilation a shape), huge pages (a setting of the process), CUDA graphs (a GPU)."""
 
-def render(cases: Mapping[str, Case], rows: list[dict[str, Any]]) -> str:
-    """The whole README.md, from cases by name and the rows of tried.yaml."""
+
+def render(cases: Mapping[str, Case]) -> str:
+    """The whole README.md, from cases by name."""
     if not cases:
         return "# Benchmark\n\nNothing is measured yet: `make bench`.\n"
     done = {name: case for name, case in cases.items() if "not_measured" not in case["result"]}
@@ -63,7 +62,7 @@ def render(cases: Mapping[str, Case], rows: list[dict[str, Any]]) -> str:
         *_section("Floors", FLOORS, tables.floors(done)),
         *_section("Where the time goes", profile, tables.profile(done)),
         *_section("TRL's options", options, tables.options(done)),
-        *_section("What was tried and did not pay", "", tables.tried(rows)),
+        *_section("What was tried", TRIED, tables.choices(done)),
         *_section("Not measured", "", missing),
         "\n".join(f"![{name}]({name}.png)" for name in pictures.drawn(done)),
     ]
@@ -88,16 +87,11 @@ def _origin(cases: Iterable[Case]) -> str:
     )
 
 
-def tried() -> list[dict[str, Any]]:
-    """Rows of tried.yaml."""
-    return yaml.safe_load((Path(__file__).parent / "tried.yaml").read_text("utf-8")) or []
-
-
 def main() -> None:
     cases, home = all_cases(), folder().parent
     pictures.draw(cases, home)
     paths.write(home / "benchmark.json", json.dumps(cases, indent=1) + "\n")
-    paths.write(home / "README.md", render(cases, tried()))
+    paths.write(home / "README.md", render(cases))
     print(paths.shown(home / "README.md"))
 
 

@@ -217,5 +217,8 @@ def options(cases: Mapping[str, Case]) -> Table:
     return table("case | option | CPU seconds with it over those without", rows)
 
 
-def tried(rows: list[dict[str, Any]]) -> Table:
-    return table("what | measured | how", [(row["what"], row["measured"], row["how"]) for row in rows])
+def choices(cases: Mapping[str, Case]) -> Table:
+    rows = [(what, interval(r)) for told in part(cases, "choices").values() for what, r in told.items()]
+    return table(
+        "what was taken | seconds of the other way over its seconds", sorted(rows, key=lambda row: -float(row[1].split("×")[0]))
+    )
