@@ -36,7 +36,7 @@ def forward(
     entropy: bool = False,
     exact_ref: Tensor | None = None,
     value_head: Callable[[Tensor], Tensor] | None = None,
-    chunk: int = 256,
+    chunk: int = 128,
 ) -> Forward:
     """log π(token | prefix) of every response token, [N, T] fp32 with gradient, 0 outside the mask.
 
