@@ -257,13 +257,13 @@ class _ChunkedHead(torch.autograd.Function):
             own_R = (logp_M[rows].exp() - 1.0).to(p_RV.dtype)  # p − 1 of the drawn token, not lost where p rounds to 1
             row_R = torch.arange(len(p_RV), device=p_RV.device)
             p_RV[row_R, token_M[rows]] = own_R  # scatter_ takes 10⁴ times as long
-            if dx_MD is not None:
-                dx_MD[rows] = layers.matmul(p_RV, W).to(x_MD.dtype) * scale_M[rows, None]
             x_RD = (x_MD[rows] * scale_M[rows, None]).to(ctx.dtype)
-            if want_W and kept_MV is not None:
-                dW_VD = layers.matmul(p_RV.t(), x_RD).to(wide)
-            elif dW_VD is not None:
-                for block in _chunks(0, len(W), BLOCK):  # no second matrix of W's size
+            for block in _chunks(0, len(W), len(W) if kept_MV is not None else BLOCK):  # no second matrix of W's size
+                if dx_MD is not None:
+                    dx_MD[rows] += layers.matmul(p_RV[:, block], W[block]).to(x_MD.dtype) * scale_M[rows, None]
+                if want_W and kept_MV is not None:
+                    dW_VD = layers.matmul(p_RV.t(), x_RD).to(wide)
+                elif dW_VD is not None:
                     dW_VD[block] += layers.matmul(p_RV[:, block].t(), x_RD)
             if db_V is not None:
                 db_V += scale_M[rows].to(wide) @ p_RV.to(wide)
