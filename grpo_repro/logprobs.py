@@ -21,8 +21,8 @@ from grpo_repro.types import ABSENT, Forward, Rollout, UserError
 LOWEST = -1e4  # log-prob of a token outside the support: its probability is exactly 0 in fp64 too
 WHOLE_VOCABULARY = 1024  # up to this many symbols a rollout's distributions are kept whole, and KL is exact
 KEPT_BYTES = 128 * 2**20  # of softmax that waits for the backward pass, over a large vocabulary
-CACHED_BYTES = 8 * 2**20  # of fp32 logits that are worked on at once: what a core's caches hold
-BLOCK = 8192  # rows of the head's gradient that are summed at once
+CACHED_BYTES = 4 * 2**20  # of fp32 logits that are worked on at once: what a core's caches hold
+BLOCK = 4096  # rows of the head's gradient that are summed at once
 SMALL_VOCABULARY = 4096  # up to here all logits are kept for the backward pass: faster, and twice differentiable
 # Their logits are lm_head(hidden), nothing more. Others (soft caps, logit scales) go through their own forward.
 PLAIN_HEADS = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "gpt2", "olmo2", "phi3")
