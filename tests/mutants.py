@@ -188,9 +188,19 @@ MUTANTS = [
         ("(wrong := validate(**values))", "(wrong := None)", "parameters that exclude each other are accepted", "knobs/test_clip"),
     ),
     *of(
+        "packed.py",
+        (
+            "torch.cat([prompt_BP[group_N, -1:], response_NT], 1)",
+            "torch.cat([response_NT, prompt_BP[group_N, -1:]], 1)",
+            "off by one between states and tokens (trl#2683)",
+            "test_logprobs",
+        ),
+        ("(there_BP[:, None, None] & causal_PP)", "there_BP[:, None, None]", "a prompt sees its own future", "test_packed"),
+    ),
+    *of(
         "logprobs.py",
-        ("scaled_MV = logits_MV / (temperature or 1.0)", "scaled_MV = logits_MV", "the temperature forgotten (trl#3029)", "test_logprobs"),
-        ("states_NSD[:, P - 1 : P + T - 1]", "states_NSD[:, P : P + T]", "off by one between logits and tokens (trl#2683)", "test_logprobs"),
+        ("scaled_MV = _scaled(logits_MV, temperature or 1.0)", "scaled_MV = logits_MV", "the temperature forgotten (trl#3029)", "test_logprobs"),
+        ("states_NSD[:, P - 1 : P + T - 1]", "states_NSD[:, P : P + T]", "off by one between logits and tokens (trl#2683)", "test_packed"),
         ("return x if x.dtype == torch.float64 else x.float()", "return x", "log_softmax in bf16", "test_logprobs"),
     ),
     *of(
