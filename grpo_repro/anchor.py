@@ -14,8 +14,9 @@ from torch import Tensor
 
 from grpo_repro import knobs
 from grpo_repro.learner import Learner
-from grpo_repro.logprobs import forward, trim
+from grpo_repro.logprobs import trim
 from grpo_repro.measure import Measured, measure
+from grpo_repro.rollout.verified import agreement
 from grpo_repro.types import ABSENT, Rollout
 
 PROBED = 4  # rows of a rollout by which its engine is judged
@@ -79,10 +80,7 @@ def _needs_no_pass(learner: Learner, rollout: Rollout) -> bool:
     return not read and not other and rollout.entropy_NT is not None
 
 
-@torch.no_grad()
 def _probe(learner: Learner, rollout: Rollout) -> float:
     """Mean |Δ log-prob| of engine and trainer over a few rows from all over the rollout."""
     rows_K = torch.linspace(0, len(rollout.length_N) - 1, PROBED, device=rollout.length_N.device).long().unique()
-    part = trim(rollout.rows(rows_K))
-    logp_NT = forward(learner.policy.model, part, learner.run.rollout.temperature).logp_NT
-    return float((logp_NT - part.sampler_NT).abs()[part.mask_NT].mean())
+    return agreement(learner.policy, trim(rollout.rows(rows_K)), learner.run.rollout.temperature).mean

@@ -105,6 +105,22 @@ def test_draw_by_hand():
     assert token.tolist() == [0, 0, 1, 1, 2, 2]
 
 
+def test_over_a_large_vocabulary_the_search_in_two_levels_finds_the_same_token() -> None:
+    """Against one fp64 sum over 20,000 tokens: a spread distribution, blocks without any mass, and the ends of [0, 1)."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(2000, 20000, generator=generator)
+    logits[::2, 300:9000] = -torch.inf
+    u = torch.rand(2000, generator=generator, dtype=torch.float64)
+    u[0], u[1] = 0.0, 1 - 2.0**-53
+    p = torch.softmax(logits, -1)
+    cdf = p.double().cumsum(-1)
+    expected = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)[:, 0]
+    token, _, _ = draw(logits, u, 1.0)
+    assert torch.equal(token, expected)
+    assert bool((p.gather(-1, token[:, None]) > 0).all())
+    assert (token > 9000).any()
+
+
 @pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2**-53])
 def test_draw_never_returns_a_token_of_zero_probability(u):
     """Also where the fp32 probabilities sum to less than u."""
