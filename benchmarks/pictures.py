@@ -29,12 +29,14 @@ def draw(cases: Mapping[str, Any], home: Path) -> None:
     figures = {"endtoend": _endtoend, "memory": _memory, "scaling": _scaling}
     for name, part in drawn(done).items():
         with style.style():
-            style.save(style.finish(figures[name](part, _caption(done))), home / name)
+            shown = {case: told for case, told in done.items() if case.startswith(name)}
+            style.save(style.finish(figures[name](part, _caption(shown))), home / name)
 
 
 def _caption(cases: Mapping[str, Any]) -> str:
     first = next(iter(cases.values()))["provenance"]
-    return f"{first['machine']['cpu']}, {first['machine']['cores']} cores. Commit {str(first['commit'])[:10]}."
+    commits = ", ".join(sorted({str(case["provenance"]["commit"])[:10] for case in cases.values()}))
+    return f"{first['machine']['cpu']}, {first['machine']['cores']} cores. Commit {commits}."
 
 
 def _endtoend(part: Mapping[str, Any], caption: str) -> Any:
@@ -80,7 +82,7 @@ def _memory(part: Mapping[str, Any], caption: str) -> Any:
             markersize=9,
         )
     ax.set(xlabel="seconds", ylabel="extra memory, MB", ylim=(0, None), xlim=(0, None))
-    ax.legend()
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside right upper")
     return figure
 
 
